@@ -1,0 +1,1 @@
+"""What launcher and trainer agree on: the run directory and its files. Standard library only."""

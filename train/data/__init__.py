@@ -1,0 +1,1 @@
+"""Token data: the .bin/.idx format, sampling as a closed formula, prefetch, tokenisation."""

@@ -1,0 +1,1 @@
+"""State: snapshots in memory segments, and checkpoints, which are snapshots made durable."""
