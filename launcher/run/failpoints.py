@@ -1,0 +1,52 @@
+"""Places where a drill or a test may break the product on purpose.
+
+`STOKER_FAILPOINTS="checkpoint.publish@attempt=1:freeze,step@step=7@rank=1@attempt=1:exit"` in the environment makes
+the process that reaches that place with those values act once. Without the variable a failpoint costs one check of a
+module constant. Actions: `exit` (os._exit(66)), `kill` (SIGKILL to itself), `freeze` (SIGSTOP to itself), `hang`
+(sleeps for ever), `raise` (RuntimeError), `signal-NAME` (that signal to itself).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+_VARIABLE = "STOKER_FAILPOINTS"
+
+
+def _parse(text: str) -> list[tuple[str, dict[str, str], str]]:
+    points = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        where, _, action = item.rpartition(":")
+        name, *conditions = where.split("@")
+        if not name or not all("=" in c for c in conditions):
+            raise ValueError(f"{_VARIABLE}={item!r}: expected NAME[@key=value...]:ACTION")
+        points.append((name, dict(c.split("=", 1) for c in conditions), action))
+    return points
+
+
+_POINTS = _parse(os.environ.get(_VARIABLE, ""))
+
+
+def failpoint(name: str, **values: int | str) -> None:
+    """Act if the environment asks for it at this place with these values."""
+    if not _POINTS:
+        return
+    for point in _POINTS:
+        wanted, conditions, action = point
+        if wanted == name and all(str(values.get(k)) == v for k, v in conditions.items()):
+            _POINTS.remove(point)
+            return _act(name, action)
+
+
+def _act(name: str, action: str) -> None:
+    if action == "exit":
+        os._exit(66)
+    if action == "raise":
+        raise RuntimeError(f"failpoint {name}")
+    if action == "hang":
+        while True:
+            time.sleep(3600)
+    names = {"kill": "KILL", "freeze": "STOP"}
+    os.kill(os.getpid(), signal.Signals[f"SIG{names.get(action, action.removeprefix('signal-'))}"])

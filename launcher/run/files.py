@@ -1,0 +1,121 @@
+"""Files that others see appear whole, and never change.
+
+Owns: atomic creation, exclusive creation, appending whole lines, strict JSON reading.
+Does not own: which files there are (layout.py) or what stands in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fsync_dir(directory: Path) -> None:
+    """Make renames and creations in `directory` durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def temporary_name(path: Path) -> Path:
+    """A name in the same directory that no reader takes for a finished file (all start with `.tmp-`)."""
+    return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+@contextlib.contextmanager
+def _staged(path: Path, data: bytes, mode: int) -> Iterator[Path]:
+    tmp = temporary_name(path)
+    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        yield tmp
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            tmp.unlink()
+
+
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Write `path` so that readers see all of it or none of it; an existing file is replaced."""
+    with _staged(path, data.encode() if isinstance(data, str) else data, mode) as tmp:
+        os.replace(tmp, path)
+    fsync_dir(path.parent)
+
+
+def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
+    """Create `path` whole, or return False and leave it alone if it exists already.
+
+    `link` is the one POSIX call that both publishes a complete file and fails if the name is taken.
+    """
+    with _staged(path, data.encode() if isinstance(data, str) else data, mode) as tmp:
+        try:
+            os.link(tmp, path)
+        except FileExistsError:
+            return False
+    fsync_dir(path.parent)
+    return True
+
+
+def to_json(value: Any) -> str:
+    """One line of strict JSON (NaN and infinities are refused: no other reader takes them)."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def create_json(path: Path, value: Any) -> bool:
+    return create_exclusive(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a JSON object; the message names the file.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: not valid JSON ({e.msg} at line {e.lineno}); expected a complete JSON object") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line in a single write, so that a crash leaves at most a torn last line."""
+    assert "\n" not in line
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, line.encode() + b"\n")
+    finally:
+        os.close(fd)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a line file. A torn line (its writer was killed) is passed over; a missing file is empty."""
+    try:
+        f = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 (closed below; the generator outlives a with)
+    except FileNotFoundError:
+        return
+    with f:
+        for line in f:
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(value, dict):
+                yield value

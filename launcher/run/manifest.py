@@ -1,0 +1,197 @@
+"""Checkpoint manifest: schema, block checksums, verification. No valid manifest = no checkpoint.
+
+    checkpoints/step-00001000-a0001/
+      shard-00000.safetensors   tensors of one writer (slices of logical tensors)
+      shard-00000.crc32         little-endian uint32 per 4 MiB block of the file beside it
+      index.jsonl               one line per logical tensor, sorted by name: dtype, shape, slices (file, key, start, shape)
+      index.offsets             little-endian uint64 per line: where in index.jsonl it begins, so that a rank parses
+                                only what it needs
+      manifest.json             written last; names every other file with its size and digest
+
+Owns: that schema and its verification, with the standard library alone, so that the supervisor and tools that have
+no torch can verify. Does not own: what tensors mean (stoker.train.state).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .files import read_json, write_json
+from .layout import CheckpointName, RunDir
+
+MANIFEST = "manifest.json"
+INDEX = "index.jsonl"
+OFFSETS = "index.offsets"
+BLOCK = 4 * 1024 * 1024  # bytes covered by one checksum: small enough that a partial reader verifies what it reads
+_FORMAT, _VERSION = "stoker-checkpoint", 1
+
+
+class InvalidCheckpointError(Exception):
+    """A checkpoint that must not be loaded; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint. `crc32` covers the whole file; `blocks` names a sidecar of block checksums instead
+    (large files: readers verify the blocks they read)."""
+
+    name: str
+    size: int  # bytes
+    crc32: int | None = None
+    blocks: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is. `layout`: sizes of the mesh that wrote it; `state`: the trainer's plain values
+    (consumed samples, data fingerprint, ...), JSON all the way down."""
+
+    run: str
+    step: int
+    attempt: int
+    generation: int
+    time: float
+    layout: dict[str, int]
+    state: dict[str, Any]
+    files: tuple[FileEntry, ...]
+
+    @property
+    def name(self) -> CheckpointName:
+        return CheckpointName(self.step, self.attempt)
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json` into `directory`; every file that it names must be there and fsynced already."""
+        write_json(directory / MANIFEST, {"format": _FORMAT, "version": _VERSION} | asdict(self))
+
+
+def block_checksums(data: memoryview | bytes) -> bytes:
+    """The sidecar's bytes for a file with this content."""
+    view = memoryview(data).cast("B")
+    crcs = [zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
+    return struct.pack(f"<{len(crcs)}I", *crcs)
+
+
+def file_entry(directory: Path, name: str, blocks: str | None = None) -> FileEntry:
+    """Describe a finished file: with the name of its sidecar, or (small files) with a checksum of the whole."""
+    path = directory / name
+    if blocks is not None:
+        return FileEntry(name, path.stat().st_size, None, blocks)
+    data = path.read_bytes()
+    return FileEntry(name, len(data), zlib.crc32(data))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Parse and check the schema; files are not looked at.
+
+    Raises:
+        InvalidCheckpointError: no manifest, not JSON, another format, or fields missing.
+    """
+    path = directory / MANIFEST
+    try:
+        raw = read_json(path)
+        if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
+            raise ValueError(f"{path}: not a {_FORMAT} manifest of version {_VERSION}")
+        files = tuple(FileEntry(**f) for f in raw.pop("files"))
+        manifest = Manifest(files=files, **raw)
+    except FileNotFoundError:
+        raise InvalidCheckpointError(f"{directory}: no {MANIFEST} (the save was not finished)") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise InvalidCheckpointError(f"{path}: {e}") from e
+    named = CheckpointName.parse(directory.name)
+    if named is not None and named != manifest.name:
+        raise InvalidCheckpointError(f"{path}: says {manifest.name}, but the directory is {directory.name}")
+    for f in files:
+        if Path(f.name).name != f.name or (f.crc32 is None) == (f.blocks is None):
+            raise InvalidCheckpointError(f"{path}: bad file entry {f}")
+    return manifest
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Every named file is there with its size, and the small ones (index, sidecars) have their checksums.
+
+    Reads kilobytes, not gigabytes: what a supervisor does before it starts workers.
+
+    Raises:
+        InvalidCheckpointError: names the file.
+    """
+    sidecars = {f.name: f for f in manifest.files if f.crc32 is not None}
+    for f in manifest.files:
+        path = directory / f.name
+        try:
+            size = path.stat().st_size
+        except OSError as e:
+            raise InvalidCheckpointError(f"{path}: {e.strerror}") from e
+        if size != f.size:
+            raise InvalidCheckpointError(f"{path}: {size} bytes, expected {f.size}")
+        if f.crc32 is not None and _crc32_of(path) != f.crc32:
+            raise InvalidCheckpointError(f"{path}: checksum does not match (the file was changed or damaged)")
+        if f.blocks is not None and (
+            f.blocks not in sidecars or sidecars[f.blocks].size != 4 * ((f.size + BLOCK - 1) // BLOCK)
+        ):
+            raise InvalidCheckpointError(f"{path}: block checksums {f.blocks} are missing or of the wrong length")
+
+
+def verify(directory: Path) -> Manifest:
+    """Read everything and check every block.
+
+    Raises:
+        InvalidCheckpointError: names the first bad file and block.
+    """
+    manifest = read_manifest(directory)
+    check_sizes(directory, manifest)
+    for f in manifest.files:
+        if f.blocks is not None:
+            checker = BlockChecker(directory, f)
+            with open(directory / f.name, "rb") as data:
+                for number in range(checker.count):
+                    checker.check(number, data.read(BLOCK))
+    return manifest
+
+
+class BlockChecker:
+    """Checks blocks of one file as a reader gets to them."""
+
+    def __init__(self, directory: Path, entry: FileEntry) -> None:
+        assert entry.blocks is not None
+        self.path = directory / entry.name
+        raw = (directory / entry.blocks).read_bytes()
+        self.count = len(raw) // 4
+        self._crcs = struct.unpack(f"<{self.count}I", raw)
+
+    def check(self, number: int, data: bytes | memoryview) -> None:
+        """`data` is block `number` (4 MiB; the last one may be shorter).
+
+        Raises:
+            InvalidCheckpointError: the block is not what was written.
+        """
+        if zlib.crc32(data) != self._crcs[number]:
+            at = number * BLOCK
+            raise InvalidCheckpointError(f"{self.path}: block {number} (from byte {at}) does not match its checksum")
+
+
+def newest_valid(
+    run: RunDir, skip: frozenset[CheckpointName] = frozenset()
+) -> Iterator[tuple[CheckpointName, Manifest]]:
+    """Checkpoints whose manifest, sizes and small files are right, newest first (blocks are not read)."""
+    for name in run.all_checkpoints():
+        if name in skip:
+            continue
+        try:
+            manifest = read_manifest(run.checkpoint(name))
+            check_sizes(run.checkpoint(name), manifest)
+        except InvalidCheckpointError:
+            continue
+        yield name, manifest
+
+
+def _crc32_of(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as f:
+        while chunk := f.read(BLOCK):
+            crc = zlib.crc32(chunk, crc)
+    return crc

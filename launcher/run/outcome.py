@@ -1,0 +1,78 @@
+"""How an attempt ended: causes, what follows from each, exit codes, and the record on disk.
+
+Owns: the vocabulary that supervisor, status, watch and tests share. A cause comes from evidence (a warning that
+arrived, what Slurm says of the job, an exit code), never from elapsed time. Which cause it was is policy.py's to say.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from .files import create_json, read_json
+from .layout import AttemptDir
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1  # do not start again: a person has to look
+EXIT_USAGE = 2  # configuration or input is wrong
+EXIT_REQUEUE = 75  # start me again (sysexits' EX_TEMPFAIL); `cluster=local` restarts on it, Slurm has been told
+EXIT_CANCELLED = 143  # 128 + SIGTERM: somebody asked for the end
+
+
+class Cause(str, Enum):
+    """Why an attempt ended. Budgets are kept per cause."""
+
+    FINISHED = "finished"
+    TIME_LIMIT = "time_limit"
+    PREEMPTED = "preempted"
+    NODE_FAILURE = "node_failure"
+    HARDWARE_FAULT = "hardware_fault"
+    LAUNCH_FAILED = "launch_failed"
+    OUT_OF_MEMORY = "out_of_memory"
+    STORAGE = "storage"
+    HANG = "hang"
+    CRASH = "crash"
+    NO_PROGRESS = "no_progress"
+    DIVERGED = "diverged"
+    CANCELLED = "cancelled"
+    BAD_CONFIG = "bad_config"
+    SUPERSEDED = "superseded"
+
+
+class Next(str, Enum):
+    """What happens to the run after the attempt."""
+
+    NOTHING = "nothing"  # finished, or stopped for good: only `stoker resume` starts it again
+    REQUEUE = "requeue"  # the same job starts again, by our request or by Slurm's own
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last word of an attempt (`outcome.json`)."""
+
+    cause: Cause
+    next: Next
+    exit_code: int
+    reason: str  # one sentence for people
+    step: int | None = None  # last optimizer step that was completed by all ranks
+    saved_step: int | None = None  # newest checkpoint published by this attempt
+    rank: int | None = None  # the culprit, where there is one
+    node: str | None = None
+    traceback: str | None = None  # tail of the culprit's traceback or log
+    evidence: dict[str, Any] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
+
+    def write(self, attempt: AttemptDir) -> bool:
+        """Publish; False if the attempt already has an outcome (the first one stands)."""
+        return create_json(attempt.outcome, asdict(self) | {"cause": self.cause.value, "next": self.next.value})
+
+    @staticmethod
+    def read(attempt: AttemptDir) -> Outcome | None:
+        """The attempt's outcome, None while it has none (still running, or killed before it could say)."""
+        try:
+            raw = read_json(attempt.outcome)
+        except FileNotFoundError:
+            return None
+        return Outcome(**(raw | {"cause": Cause(raw["cause"]), "next": Next(raw["next"])}))

@@ -1,0 +1,88 @@
+"""Submissions: which Slurm jobs work on a run, and whether a person called them off.
+
+    submissions/0001.json         intention, written before sbatch: time, mode, token, command
+    submissions/0001.job.json     the job id, by whoever knows it first (the launcher, or the job itself)
+    submissions/0001.cancel.json  `stoker cancel`: the job must end and nothing of it may rise again
+
+`sbatch submit.sbatch` by hand is adopted: the job finds no submission of its own and makes one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .files import create_json, read_json
+from .layout import RunDir
+
+_NAME = re.compile(r"(\d{4,})\.json")
+
+
+@dataclass(frozen=True)
+class Submission:
+    run: RunDir
+    number: int
+
+    def _path(self, suffix: str) -> Path:
+        return self.run.submissions / f"{self.number:04d}{suffix}"
+
+    @property
+    def job_id(self) -> str | None:
+        """Slurm's job id, None while unknown or where there is no Slurm."""
+        try:
+            return str(read_json(self._path(".job.json"))["job_id"])
+        except FileNotFoundError:
+            return None
+
+    @property
+    def intention(self) -> dict[str, Any]:
+        return read_json(self._path(".json"))
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._path(".cancel.json").exists()
+
+    def set_job(self, job_id: str, cluster: str | None = None) -> bool:
+        """False if the job is known already."""
+        return create_json(self._path(".job.json"), {"job_id": job_id, "cluster": cluster, "time": time.time()})
+
+    def cancel(self, by: str) -> bool:
+        return create_json(self._path(".cancel.json"), {"by": by, "time": time.time()})
+
+
+def submissions(run: RunDir) -> list[Submission]:
+    """Oldest first."""
+    if not run.submissions.is_dir():
+        return []
+    found = (_NAME.fullmatch(p.name) for p in run.submissions.iterdir())
+    return [Submission(run, n) for n in sorted(int(m[1]) for m in found if m)]
+
+
+def new_submission(run: RunDir, mode: str, **fields: Any) -> Submission:
+    """Record the intention to submit. `mode`: `sbatch`, `local`, or `adopted`."""
+    run.submissions.mkdir(exist_ok=True)
+    while True:
+        existing = submissions(run)
+        s = Submission(run, existing[-1].number + 1 if existing else 1)
+        record = {"mode": mode, "time": time.time(), "user": os.environ.get("USER", str(os.getuid()))}
+        if create_json(s._path(".json"), record | fields):
+            return s
+
+
+def own_submission(run: RunDir, job_id: str) -> Submission:
+    """The submission that this job belongs to; made (`adopted`) if somebody ran sbatch by hand."""
+    known = submissions(run)
+    for s in known:
+        if s.job_id == job_id:
+            return s
+    for s in known:
+        # The job started before the launcher could note its id.
+        if s.job_id is None and s.intention.get("mode") == "sbatch" and s.set_job(job_id):
+            return s
+    s = new_submission(run, "adopted")
+    s.set_job(job_id)
+    return s

@@ -1,0 +1,46 @@
+"""What users read as one thing: metrics, events and state of a run, merged from the files of all its attempts.
+
+Owns: reading and merging. Nothing here writes. Of two lines for one step the one of the highest (attempt,
+generation) counts: it is the one whose weights went on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .files import read_lines
+from .layout import AttemptDir, RunDir
+from .outcome import Outcome
+
+Record = dict[str, Any]
+
+
+def metrics(run: RunDir) -> list[Record]:
+    """One record per optimizer step, ascending, with `attempt` and `generation` added."""
+    by_step: dict[int, Record] = {}
+    for attempt in run.all_attempts():
+        for generation, path in attempt.all_metrics():
+            for record in read_lines(path):
+                step = record.get("step")
+                if isinstance(step, int):
+                    # Later (attempt, generation) files are read later, so they win.
+                    by_step[step] = record | {"attempt": attempt.number, "generation": generation}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def events(run: RunDir) -> list[Record]:
+    """Events of all writers and attempts by time. Clocks of nodes may differ; within a writer, order is exact."""
+    found = [record for attempt in run.all_attempts() for record in attempt_events(attempt)]
+    return sorted(found, key=lambda r: (r.get("attempt", 0), r.get("time", 0.0)))
+
+
+def attempt_events(attempt: AttemptDir) -> Iterator[Record]:
+    for path in sorted((attempt.path / "events").glob("*.jsonl")):
+        yield from read_lines(path)
+
+
+def last_outcome(run: RunDir) -> tuple[AttemptDir, Outcome | None] | None:
+    """The newest attempt and its outcome (None while it has none); None if no attempt was ever started."""
+    attempts = run.all_attempts()
+    return (attempts[-1], Outcome.read(attempts[-1])) if attempts else None
