@@ -1,0 +1,211 @@
+"""The typed configuration: every field a run can have, its type, its default and what it means.
+
+Owns: names, types, defaults. Rules between fields are checks.py's; composing from YAML is compose.py's. Plain
+dataclasses that OmegaConf takes as structured configs, so an unknown key or a wrong type is refused at composition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Schedule(str, Enum):
+    cosine = "cosine"
+    wsd = "wsd"  # warm-up, stable, decay
+    linear = "linear"
+    constant = "constant"
+
+
+class ParamDtype(str, Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"  # with fp32 master weights in the optimizer
+
+
+class Backend(str, Enum):
+    auto = "auto"  # nccl with CUDA, else gloo
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class ClusterKind(str, Enum):
+    slurm = "slurm"
+    local = "local"  # the same supervisor in the foreground or background of this machine
+
+
+class Continuation(str, Enum):
+    requeue = "requeue"
+    none = "none"  # stop at the first interruption; `stoker resume` goes on
+
+
+class TrackMode(str, Enum):
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class ModelConfig:
+    """Llama-style decoder."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int | None = None  # default hidden_size / num_heads
+    ffn_size: int = 768
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    qk_norm: bool = False
+    init_std: float = 0.02
+    dropout: float = 0.0  # residual dropout
+    z_loss: float = 0.0
+    logit_softcap: float = 0.0  # of attention logits; 0 = none
+    sliding_window: int = 0  # tokens; 0 = full causal attention
+
+
+@dataclass
+class DataSource:
+    prefix: str = ""  # path of PREFIX.bin and PREFIX.idx without the suffix
+    weight: float = 1.0
+    name: str | None = None  # key of its sampling order; default: base name of prefix
+
+
+@dataclass
+class DataConfig:
+    sources: list[DataSource] = field(default_factory=list)
+    seq_len: int = 256  # tokens per sample that are predicted
+    validation_tokens: int = 0  # the last tokens of each source, cut at a document boundary; 0 = no validation
+    mask_documents: bool = False  # packed documents do not attend to each other
+    reset_positions: bool = False  # positions start at 0 in each document
+    shuffle_block: int = 1  # samples read in a row; > 1 keeps reads large on slow storage
+    prefetch: int = 4  # micro-batches read ahead
+    tokenizer: str | None = None  # tokenizer.json to hold the data against
+
+
+@dataclass
+class ParallelConfig:
+    """Layout of the processes. The data-parallel size is what the other axes leave (today: all of it)."""
+
+    backend: Backend = Backend.auto
+    bucket_mb: float = 25.0  # gradients are reduced in buckets of this size, MiB
+    timeout: int = 600  # seconds a collective may take before the backend gives up
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with decoupled weight decay."""
+
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # matrices only; norms and biases are not decayed
+    clip_norm: float = 1.0  # 0 = no clipping
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 0
+    decay_steps: int = 0  # wsd: length of the final decay
+
+
+@dataclass
+class PrecisionConfig:
+    params: ParamDtype = ParamDtype.float32
+    deterministic: bool = True  # bitwise repeatable steps
+
+
+@dataclass
+class KernelsConfig:
+    """Which implementation each fused op uses: reference, native, apex or auto."""
+
+    default: str = "auto"
+    ops: dict[str, str] = field(default_factory=dict)  # per op, e.g. {rmsnorm: reference}
+
+
+@dataclass
+class CheckpointConfig:
+    interval: int = 1000  # steps; 0 = only at the end and at a warned stop
+    keep: int = 3  # newest valid checkpoints kept; the last valid one is never deleted
+    at_end: bool = True
+
+
+@dataclass
+class ResilienceConfig:
+    continuation: Continuation = Continuation.requeue
+    warning: int = 120  # seconds before the time limit at which Slurm warns the job
+    hang_timeout: float = (
+        0.0  # seconds without progress in a step before a worker is taken for hung; 0: max(20 x median step, 120)
+    )
+    start_timeout: float = 900.0  # seconds from fork to the first step
+    save_timeout: float = 1800.0  # seconds a save may take
+    eval_timeout: float = 1800.0
+    lease: float = 15.0  # seconds without a word before agent and supervisor take each other for lost
+    max_restarts: int = 3  # worker restarts in place without a new checkpoint or hang_steps of progress between them
+    progress_steps: int = 10  # steps that count as progress between two crashes
+    max_requeues: int = 100  # requeues of one submission, all causes together
+
+
+@dataclass
+class TrackingConfig:
+    mode: TrackMode = TrackMode.disabled
+    project: str = "stoker"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    interval: float = 10.0  # seconds between looks at the metrics
+
+
+@dataclass
+class ClusterConfig:
+    kind: ClusterKind = ClusterKind.slurm
+    nodes: int = 1
+    procs_per_node: int = 1  # worker processes per node: one per GPU
+    gpus_per_node: int = 0  # asked of Slurm; 0 = CPU
+    cpus_per_task: int = 1  # per node's agent, shared by its workers
+    mem: str | None = None  # per node, as sbatch takes it
+    time: str | None = None  # any of sbatch's forms
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    reservation: str | None = None
+    exclusive: bool = False
+    sbatch: dict[str, str] = field(default_factory=dict)  # further long options, checked against a list
+    setup: list[str] = field(default_factory=list)  # shell lines run before the supervisor (modules, ...)
+    env: dict[str, str] = field(default_factory=dict)
+    python: str | None = None  # interpreter inside the job; default: the submitting one
+    omp_threads: int = 1
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 1000
+    global_batch: int = 32  # samples per optimizer step
+    micro_batch: int = 4  # samples per forward
+    eval_interval: int = 0  # steps; 0 = no validation
+    eval_batches: int = 8  # global batches per validation
+
+
+@dataclass
+class Config:
+    """The whole of it."""
+
+    name: str = "run"
+    run_root: str = "runs"
+    seed: int = 0
+    plugins: list[str] = field(default_factory=list)  # modules imported at start (models, data sets, callbacks)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
