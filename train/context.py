@@ -1,0 +1,30 @@
+"""What the trainer is given of the run it works for, and how it tells what happens. Model code never sees this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..launcher.run.attempts import Fence
+from ..launcher.run.layout import AttemptDir, RunDir
+from .pulse import Pulse
+
+Report = Callable[..., None]  # report("checkpoint_saved", step=..., seconds=...)
+
+
+def _silent(event: str, **fields: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """`report(event, **fields)` goes to the agent, which writes it into the attempt's events and tells the supervisor."""
+
+    run: RunDir
+    run_id: str
+    attempt: AttemptDir
+    generation: int
+    fence: Fence
+    pulse: Pulse
+    report: Report = field(default=_silent)
