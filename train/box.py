@@ -26,7 +26,8 @@ class Box:
 
     def rows(self, first: int, count: int) -> Box:
         """The part of this box with `count` rows (dim 0) from its own row `first` on."""
-        assert self.shape and 0 <= first and first + count <= self.shape[0]
+        assert first >= 0
+        assert first + count <= self.shape[0]
         return Box((self.start[0] + first, *self.start[1:]), (count, *self.shape[1:]))
 
     def intersect(self, other: Box) -> Box | None:

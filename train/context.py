@@ -19,7 +19,7 @@ def _silent(event: str, **fields: Any) -> None:
 
 @dataclass(frozen=True)
 class RunContext:
-    """`report(event, **fields)` goes to the agent, which writes it into the attempt's events and tells the supervisor."""
+    """`report(event, **fields)` goes to the agent, which writes it down as an event and tells the supervisor."""
 
     run: RunDir
     run_id: str

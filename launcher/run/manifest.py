@@ -3,7 +3,7 @@
     checkpoints/step-00001000-a0001/
       shard-00000.safetensors   tensors of one writer (slices of logical tensors)
       shard-00000.crc32         little-endian uint32 per 4 MiB block of the file beside it
-      index.jsonl               one line per logical tensor, sorted by name: dtype, shape, slices (file, key, start, shape)
+      index.jsonl               one line per logical tensor, sorted by name: dtype, shape, slices
       index.offsets             little-endian uint64 per line: where in index.jsonl it begins, so that a rank parses
                                 only what it needs
       manifest.json             written last; names every other file with its size and digest
