@@ -59,7 +59,7 @@ def bytes_of(array: npt.NDArray[Any]) -> memoryview:
 
 
 def pread_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill buffer (bytes) from offset (bytes). Raises ValueError where the file ends early, OSError for a failing disk."""
+    """Fill buffer (bytes) from offset (bytes). Raises ValueError if the file ends early, OSError if the disk fails."""
     done = os.preadv(fd, [buffer], offset)
     while done < len(buffer):  # a single read moves at most 2 GiB, and network file systems return less when they like
         got = os.preadv(fd, [buffer[done:]], offset + done)
@@ -136,6 +136,8 @@ class IndexedTokens:
                 f"{self._bin}: {size} bytes, but the last sequence of {self._idx} ends at byte {end}: "
                 "truncated, or not written together"
             )
+        if not self.tokens:
+            raise ValueError(f"{self._bin}: empty, all {self.sequences} sequences have length 0: no data")
         for i in sorted({k * (self.sequences - 1) // _PROBES for k in range(_PROBES)}):
             begin, previous_end = self._sequence(i)[0], self._sequence(i - 1)[1] if i else 0
             if begin != previous_end:
@@ -215,8 +217,13 @@ class IndexedTokens:
                 hi = mid
         return lo + int(np.searchsorted(self._starts(lo, hi), token, side="right")) if hi > lo else lo
 
+    def last_start_up_to(self, token: int) -> int:
+        """Offset of the last document start at or before token (0 <= token)."""
+        d = self.documents_up_to(token) - 1
+        return int(self._starts(d, d + 1)[0])
+
     def starts_within(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Offsets at which documents start, after start and before stop, ascending int64 (empty documents repeat one)."""
+        """Offsets where documents start, after start and before stop, ascending int64 (empty documents repeat one)."""
         d = self.documents_up_to(start)
         found: list[npt.NDArray[np.int64]] = []
         while d < self.documents:
