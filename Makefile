@@ -34,9 +34,13 @@ $(STAMP): pyproject.toml requirements/constraints.txt tools/venv.sh $(if $(TORCH
 .PHONY: always
 always:
 
+# mypy resolves the name 'stoker' through this link: the root of the repository is the package.
+.dev/stoker:
+	@mkdir -p .dev && ln -sfn .. $@
+
 .PHONY: venv install
-venv: $(STAMP) ## make .venv with the package and all development dependencies
-install: $(STAMP) slurm ## the same, and the Slurm packages
+venv: $(STAMP) .dev/stoker ## make .venv with the package and all development dependencies
+install: venv slurm ## the same, and the Slurm packages
 
 .PHONY: slurm slurm-base
 slurm: ## install missing Slurm and MariaDB packages, where this user may
@@ -53,11 +57,11 @@ rehearse: $(STAMP) slurm ## one drill per kind of stop: steps lost, seconds to t
 	@$(PY) -m stoker.launcher.rehearsal.rehearse
 
 .PHONY: test test-quick test-all
-test: $(STAMP) slurm ## the test suite, on real private Slurm clusters
+test: venv slurm ## the test suite, on real private Slurm clusters
 	@$(PYTEST) -m "not full" $(PYTEST_ARGS)
-test-quick: $(STAMP) ## only what needs no Slurm
+test-quick: venv ## only what needs no Slurm
 	@$(PYTEST) -m "not full and not slurm" $(PYTEST_ARGS)
-test-all: $(STAMP) slurm ## the suite, the large samples and the slow watches
+test-all: venv slurm ## the suite, the large samples and the slow watches
 	@$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: lint types docs check
@@ -65,7 +69,7 @@ lint: $(STAMP) ## format, lint and the import contract
 	@.venv/bin/ruff format --check .
 	@.venv/bin/ruff check .
 	@.venv/bin/lint-imports --no-logo
-types: $(STAMP) ## mypy
+types: $(STAMP) .dev/stoker ## mypy
 	@.venv/bin/mypy
 docs: $(STAMP) ## links, paths, commands and config keys in the documentation
 	@$(PY) tools/check_docs.py

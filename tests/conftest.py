@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,12 +52,12 @@ def _has_cuda() -> bool:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Fix Python's and numpy's generators; a test that draws from torch seeds it itself."""
+    """Fix the global generators of the libraries that are loaded, so that no test depends on the one before it."""
     random.seed(0)
-    if importlib.util.find_spec("numpy"):
-        import numpy as np
-
-        np.random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -69,8 +69,4 @@ write_constraints
 # setuptools first and no build isolation: the build then needs no second download and sees the pinned version.
 pip_install --constraint "$venv/constraints.txt" 'setuptools>=77' wheel
 pip_install --constraint "$venv/constraints.txt" --no-build-isolation --editable ".[$extras]"
-
-# mypy resolves the name 'stoker' through this link (the repository root is the package).
-mkdir -p .dev
-ln -sfn .. .dev/stoker
 echo "venv: $venv is ready: $("$venv/bin/python" --version), torch $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
