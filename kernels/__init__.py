@@ -1,1 +1,24 @@
-"""Fused operations: one op = one signature, a reference, and faster implementations chosen once."""
+"""Fused operations: one op = one signature, a reference, and faster implementations chosen once.
+
+    ops = select({"default": "auto", "rmsnorm": "reference"}, device="cpu")
+    y = ops.rmsnorm(x, weight, eps)
+
+Imports nothing of ours but itself. Each op's file documents its signature; reference.py gathers the references.
+"""
+
+from .cross_entropy import losses_from_stats
+from .dispatch import select
+from .implementations import IMPLEMENTATIONS, Implementation
+from .ops import OP_NAMES, Choice, Ops
+from .rope import rope_cos_sin
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "OP_NAMES",
+    "Choice",
+    "Implementation",
+    "Ops",
+    "losses_from_stats",
+    "rope_cos_sin",
+    "select",
+]

@@ -1,0 +1,136 @@
+"""The AdamW update of a list of tensors in place: signature and reference.
+
+Does not know parameter groups, schedules, clipping or sharding: the optimizer computes the numbers and passes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class AdamW(Protocol):
+    """The signature of `adamw`, see there."""
+
+    def __call__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        masters: Sequence[Tensor] | None,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float | Tensor = 1.0,
+    ) -> None: ...
+
+
+def adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float | Tensor = 1.0,
+) -> None:
+    """One AdamW step with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101), as torch.optim.AdamW.
+
+    With g = grad * grad_scale: m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
+    w = w (1 - lr weight_decay) - lr m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps).
+
+    params, exp_avgs, exp_avg_sqs: updated in place. masters: None, then params are float32 or float64; or the float32
+    copies that are updated instead, params being their rounded image afterwards. The averages have the dtype of what is
+    updated; gradients may be narrower. step counts from 1. grad_scale: a float, or a 0-dim tensor that is not waited
+    for; applied within the same pass over memory.
+    grads are scratch: they may hold the scaled gradients afterwards, or not. The same inputs give the same bits.
+    Raises ValueError when lists, shapes or dtypes do not fit.
+    """
+    updated = params if masters is None else masters
+    _check(params, grads, exp_avgs, exp_avg_sqs, masters, step)
+    if not updated:
+        return
+    # The fused kernel walks raw memory: it must get contiguous tensors, and results are copied back where it did not.
+    state = [[t if t.is_contiguous() else t.contiguous() for t in ts] for ts in (updated, exp_avgs, exp_avg_sqs)]
+    scaled, divisor = _scale([g.to(w.dtype).contiguous() for g, w in zip(grads, updated, strict=True)], grad_scale)
+    counter = torch.tensor(float(step), device=updated[0].device)
+    with torch.no_grad():
+        torch._fused_adamw_(
+            state[0],
+            scaled,
+            state[1],
+            state[2],
+            [],
+            [counter] * len(updated),
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+        )
+        for given, contiguous in zip((updated, exp_avgs, exp_avg_sqs), state, strict=True):
+            for target, result in zip(given, contiguous, strict=True):
+                if target is not result:
+                    target.copy_(result)
+        if masters is not None:
+            torch._foreach_copy_(list(params), list(masters))
+
+
+def _scale(grads: list[Tensor], grad_scale: float | Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """What the fused kernel gets: gradients and the float32 number it divides them by, None for no division."""
+    if isinstance(grad_scale, float | int) and grad_scale == 1:
+        return grads, None
+    device = grads[0].device
+    if any(g.dtype == torch.float64 for g in grads):
+        # The kernel's divisor is a float32: too coarse here, where nothing is in a hurry.
+        factor = torch.as_tensor(grad_scale, dtype=torch.float64, device=device)
+        return [g * factor for g in grads], None
+    return grads, torch.as_tensor(grad_scale, dtype=torch.float32, device=device).reciprocal()
+
+
+def _check(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    step: int,
+) -> None:
+    if step < 1:
+        raise ValueError(f"adamw: step={step}, the first step is 1")
+    updated = params if masters is None else masters
+    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": updated}
+    for name, tensors in lists.items():
+        if len(tensors) != len(params):
+            raise ValueError(f"adamw: {len(tensors)} {name} for {len(params)} params")
+    for i, target in enumerate(updated):
+        if target.dtype not in (torch.float32, torch.float64):
+            what = "params" if masters is None else "masters"
+            raise ValueError(
+                f"adamw: {what}[{i}] is {target.dtype}; small updates vanish in it, "
+                "pass float32 masters beside the params"
+            )
+        if not params[i].shape == grads[i].shape == exp_avgs[i].shape == exp_avg_sqs[i].shape == target.shape:
+            raise ValueError(
+                f"adamw: tensors at {i} differ in shape: param {tuple(params[i].shape)}, grad {tuple(grads[i].shape)}, "
+                f"averages {tuple(exp_avgs[i].shape)} and {tuple(exp_avg_sqs[i].shape)}, master {tuple(target.shape)}"
+            )
+        if exp_avgs[i].dtype != target.dtype or exp_avg_sqs[i].dtype != target.dtype:
+            raise ValueError(
+                f"adamw: averages at {i} are {exp_avgs[i].dtype} and {exp_avg_sqs[i].dtype}, expected {target.dtype}"
+            )

@@ -1,0 +1,221 @@
+"""Output projection and cross-entropy in one, chunked over tokens, so that all logits never exist at once.
+
+Signature and reference. The mathematics of the loss is `cross_entropy`'s; this file owns the chunking, the two ways to
+get gradients (logits computed again, or gradients formed on the way forward) and how the weight's gradient leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .cross_entropy import check_targets, exp_stats, exp_to_grad, losses_from_stats
+from .numerics import accumulate_dtype, apply, flat_tokens
+
+WeightGradSink = Callable[[Tensor], None]
+
+
+class LinearCrossEntropy(Protocol):
+    """The signature of `linear_cross_entropy`, see there."""
+
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int = -100,
+        z_loss: float = 0.0,
+        return_lse: Literal[False] = False,
+        token_grad: float | None = None,
+        grad_weight_out: WeightGradSink | None = None,
+        chunk_tokens: int | None = None,
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int = -100,
+        z_loss: float = 0.0,
+        *,
+        return_lse: Literal[True],
+        token_grad: float | None = None,
+        grad_weight_out: WeightGradSink | None = None,
+        chunk_tokens: int | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    return_lse: bool = False,
+    token_grad: float | None = None,
+    grad_weight_out: WeightGradSink | None = None,
+    chunk_tokens: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """cross_entropy(x @ weight.T, targets), see there for losses, ignored targets, z_loss and return_lse.
+
+    x: [..., D], weight: [V, D], of one floating dtype, any strides. targets: [...] int64. Logits are formed and
+    kept in promote_types(dtype, float32), so bf16 inputs lose nothing to rounded logits.
+    token_grad: None computes each chunk's logits again in the backward pass. A number promises that the objective's
+    derivative with respect to every loss is that number (say 1 / tokens): gradients are then formed while a chunk's
+    logits exist, which saves one of four matrix products and holds [V, D] from forward to backward. A backward that
+    breaks the promise by one common factor is put right; any other raises ValueError.
+    grad_weight_out: called once per backward with the weight's gradient [V, D] in promote_types(dtype, float32), the
+    receiver's to keep and overwrite; autograd then sees no gradient for weight.
+    chunk_tokens: tokens per chunk; None chooses from V alone.
+    Returns losses [...] in promote_types(dtype, float32), or (losses, lse). Raises ValueError on shapes and targets.
+    """
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
+        raise ValueError(
+            f"linear_cross_entropy: weight is {weight.dtype} {tuple(weight.shape)}, "
+            f"expected {x.dtype} [classes, {x.shape[-1]}] as x has"
+        )
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"linear_cross_entropy: chunk_tokens={chunk_tokens}, expected at least 1 or None")
+    if token_grad == 0.0:
+        raise ValueError("linear_cross_entropy: token_grad=0 promises no gradient at all; use torch.no_grad()")
+    check_targets(targets, x.shape[:-1], weight.shape[0], ignore_index)
+    wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    plan = _Plan(
+        ignore_index=ignore_index,
+        z_loss=z_loss,
+        chunk=chunk_tokens or default_chunk(weight.shape[0]),
+        token_grad=token_grad if wants_grad else None,
+        sink=grad_weight_out,
+        weight_grad=weight.requires_grad or grad_weight_out is not None,
+    )
+    # Without an edge to the weight, a backward split into inputs and weights runs this function once, not twice.
+    edge = weight.detach() if grad_weight_out is not None and x.requires_grad else weight
+    losses, lse = apply(_LinearCrossEntropy, x, edge, targets, plan)
+    return (losses, lse) if return_lse else losses
+
+
+def default_chunk(n_classes: int) -> int:
+    """Tokens per chunk: 4 Mi logits (16 MiB in float32), and enough rows to keep the matrix products efficient."""
+    return max(128, 2**22 // max(n_classes, 1))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    ignore_index: int
+    z_loss: float
+    chunk: int
+    token_grad: float | None
+    sink: WeightGradSink | None
+    weight_grad: bool
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Inputs as matrices in the accumulation dtype: x [N, D], weight [V, D], targets [N]."""
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+
+    @staticmethod
+    def of(x: Tensor, weight: Tensor, targets: Tensor) -> _Flat:
+        wide = accumulate_dtype(x.dtype)
+        return _Flat(x.reshape(flat_tokens(x.shape), x.shape[-1]).to(wide), weight.to(wide), targets.reshape(-1))
+
+
+class _Gradients:
+    """Gradients under construction: dx is written chunk by chunk, dweight summed in the order of the chunks."""
+
+    def __init__(self, flat: _Flat, plan: _Plan) -> None:
+        self.x = torch.empty_like(flat.x)
+        self.weight = torch.zeros_like(flat.weight) if plan.weight_grad else None
+
+    def add(self, flat: _Flat, tokens: slice, grad_logits: Tensor) -> None:
+        torch.mm(grad_logits, flat.weight, out=self.x[tokens])
+        if self.weight is not None:
+            self.weight.addmm_(grad_logits.t(), flat.x[tokens])
+
+
+def _sweep(flat: _Flat, plan: _Plan, grad_losses: Tensor | None) -> tuple[Tensor, Tensor, _Gradients | None]:
+    """One pass over the chunks: (losses, lse, gradients for grad_losses [N] or None)."""
+    n_tokens, n_classes = flat.x.shape[0], flat.weight.shape[0]
+    losses, lse = flat.x.new_empty(n_tokens), flat.x.new_empty(n_tokens)
+    gradients = _Gradients(flat, plan) if grad_losses is not None else None
+    buffer = flat.x.new_empty(min(plan.chunk, n_tokens), n_classes)
+    for start in range(0, n_tokens, plan.chunk):
+        tokens = slice(start, min(start + plan.chunk, n_tokens))
+        targets = flat.targets[tokens]
+        logits = torch.mm(flat.x[tokens], flat.weight.t(), out=buffer[: targets.shape[0]])
+        maximum, sumexp, target_logit, exps = exp_stats(logits, targets, 0, out=logits)
+        losses[tokens], lse[tokens] = losses_from_stats(
+            maximum, sumexp, target_logit, targets, plan.ignore_index, plan.z_loss
+        )
+        if gradients is not None and grad_losses is not None:
+            grad = grad_losses[tokens]
+            factor = grad * (1 + 2 * plan.z_loss * lse[tokens]) / sumexp
+            gradients.add(flat, tokens, exp_to_grad(exps, factor, grad, targets, 0, plan.ignore_index, out=exps))
+    return losses, lse, gradients
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+        flat = _Flat.of(x, weight, targets)
+        promised = None if plan.token_grad is None else torch.full_like(flat.x[:, 0], plan.token_grad)
+        losses, lse, gradients = _sweep(flat, plan, promised)
+        if gradients is None:
+            ctx.save_for_backward(x, weight, targets)
+        else:
+            ctx.save_for_backward(targets, gradients.x.to(x.dtype), gradients.weight)
+        ctx.plan, ctx.shape, ctx.dtype = plan, x.shape, x.dtype
+        lse = lse.reshape(targets.shape)
+        ctx.mark_non_differentiable(lse)
+        return losses.reshape(targets.shape), lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        plan: _Plan = ctx.plan
+        grad_weight: Tensor | None
+        if plan.token_grad is None:
+            flat = _Flat.of(*ctx.saved_tensors)
+            gradients = _sweep(flat, plan, grad_losses.reshape(-1).to(flat.x.dtype))[2]
+            assert gradients is not None
+            grad_x, grad_weight = gradients.x, gradients.weight
+        else:
+            targets, grad_x, grad_weight = ctx.saved_tensors
+            ratio = _common_ratio(grad_losses, targets, plan)
+            if ratio != 1.0:
+                grad_x = grad_x * ratio
+                grad_weight = None if grad_weight is None else grad_weight * ratio
+        if plan.sink is not None and grad_weight is not None:
+            plan.sink(grad_weight)
+            grad_weight = None
+        return (
+            grad_x.reshape(ctx.shape).to(ctx.dtype),
+            None if grad_weight is None else grad_weight.to(ctx.dtype),
+            None,
+            None,
+        )
+
+
+def _common_ratio(grad_losses: Tensor, targets: Tensor, plan: _Plan) -> float:
+    """By what the gradients formed ahead must be multiplied: the losses' actual gradient over the promised one."""
+    actual = grad_losses[targets != plan.ignore_index]
+    if actual.numel() == 0:
+        return 1.0
+    low, high = (float(v) for v in actual.aminmax())
+    promised = float(torch.tensor(plan.token_grad, dtype=actual.dtype))
+    if low == high and promised != 0.0:
+        return low / promised
+    raise ValueError(
+        f"linear_cross_entropy: token_grad={plan.token_grad} promised one gradient for every loss, "
+        f"but they reach from {low:g} to {high:g}; weight the losses before, or leave token_grad=None"
+    )

@@ -1,0 +1,51 @@
+"""The set of operations a model gets: one callable per op, chosen by `dispatch.select`, immutable.
+
+Owns the list of ops. Signatures and their documentation are in each op's own file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .adamw import AdamW
+from .attention import Attention
+from .cross_entropy import CrossEntropy, CrossEntropyGrad, CrossEntropyStats
+from .dropout import Dropout
+from .l2norm import L2Norm
+from .linear_cross_entropy import LinearCrossEntropy
+from .rmsnorm import RmsNorm
+from .rope import Rope
+from .swiglu import SwiGlu
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implementation an op got, and why: `str(choice)` is the line to log."""
+
+    op: str
+    implementation: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"kernels.{self.op} = {self.implementation} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Callables with the signatures of their files; `choices` says what they are, one entry per op."""
+
+    rmsnorm: RmsNorm
+    rope: Rope
+    swiglu: SwiGlu
+    attention: Attention
+    cross_entropy: CrossEntropy
+    cross_entropy_stats: CrossEntropyStats
+    cross_entropy_grad: CrossEntropyGrad
+    linear_cross_entropy: LinearCrossEntropy
+    dropout: Dropout
+    adamw: AdamW
+    l2norm: L2Norm
+    choices: tuple[Choice, ...]
+
+
+OP_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Ops) if f.name != "choices")

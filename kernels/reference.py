@@ -1,0 +1,25 @@
+"""All references under their ops' names, to test against: `from stoker.kernels import reference as ref`."""
+
+from .adamw import adamw
+from .attention import attention
+from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_stats
+from .dropout import dropout
+from .l2norm import l2norm
+from .linear_cross_entropy import linear_cross_entropy
+from .rmsnorm import rmsnorm
+from .rope import rope
+from .swiglu import swiglu
+
+__all__ = [
+    "adamw",
+    "attention",
+    "cross_entropy",
+    "cross_entropy_grad",
+    "cross_entropy_stats",
+    "dropout",
+    "l2norm",
+    "linear_cross_entropy",
+    "rmsnorm",
+    "rope",
+    "swiglu",
+]
