@@ -1,0 +1,98 @@
+"""What a job can learn of itself from Slurm: why it was signalled, when it ends. One RPC each, never in a loop.
+
+Owns: `scontrol show job` parsed into a fate, and `scontrol requeue`. Standard library only: it runs on the batch host.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+
+from .policy_types import JobFate
+
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=(\S*)")
+_NONE = {"", "None", "N/A", "Unknown", "(null)", "Invalid"}
+TIMEOUT = 15.0  # seconds for one Slurm command
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """Fields of `scontrol show job`; the text form is the same from 22.05 to 25.05."""
+
+    fields: dict[str, str]
+
+    @property
+    def state(self) -> str:
+        return self.fields.get("JobState", "")
+
+    def time(self, name: str) -> float | None:
+        """A time field as Unix seconds, None if it is not set. Slurm prints local time."""
+        text = self.fields.get(name, "")
+        if text in _NONE:
+            return None
+        try:
+            return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+        except ValueError:
+            return None
+
+    @property
+    def seconds_left(self) -> float | None:
+        end = self.time("EndTime")
+        return None if end is None else end - time.time()
+
+    @property
+    def evidence(self) -> dict[str, str]:
+        names = ("JobState", "Reason", "Restarts", "Requeue", "PreemptTime", "EndTime", "NodeList", "ExitCode")
+        return {n: self.fields[n] for n in names if n in self.fields}
+
+
+def parse(text: str) -> JobInfo:
+    """Parse one record of `scontrol show job`. Values with spaces are cut at the first; none of ours has any."""
+    return JobInfo(dict(_FIELD.findall(text)))
+
+
+def fate(info: JobInfo) -> JobFate:
+    """Why a job in this state is being signalled."""
+    state = info.state
+    if state.startswith("CANCELLED"):
+        return JobFate.CANCELLED
+    if state == "TIMEOUT":
+        return JobFate.TIME_LIMIT
+    if state == "NODE_FAIL":
+        return JobFate.NODE_FAIL
+    if state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "PREEMPTED"):
+        # PREEMPTED as a final state (PreemptMode=CANCEL) is not requeued by Slurm; see supervise.requeue.
+        return JobFate.REQUEUED if state != "PREEMPTED" else JobFate.CANCELLED
+    if state == "COMPLETING":
+        return JobFate.UNKNOWN
+    if info.time("PreemptTime") is not None:
+        return JobFate.PREEMPTED
+    return JobFate.RUNNING if state in ("RUNNING", "SUSPENDED", "STOPPED") else JobFate.UNKNOWN
+
+
+def query(job_id: str) -> JobInfo | None:
+    """None if Slurm does not answer, or scontrol is not here."""
+    done = _run(["scontrol", "--oneliner", "show", "job", job_id])
+    return parse(done.stdout) if done is not None and done.returncode == 0 else None
+
+
+def requeue(job_id: str) -> str | None:
+    """Ask Slurm to requeue our own job; SIGTERM to all of it follows. Returns an error text, None if accepted."""
+    if shutil.which("scontrol") is None:
+        return "scontrol is not installed on this node"
+    done = _run(["scontrol", "requeue", job_id])
+    if done is None:
+        return f"scontrol requeue did not answer within {TIMEOUT:.0f} s"
+    return None if done.returncode == 0 else (done.stderr.strip() or f"scontrol exited with code {done.returncode}")
+
+
+def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None

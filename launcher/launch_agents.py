@@ -1,0 +1,90 @@
+"""How agents are started: by one srun over the allocation, or directly on this machine without Slurm.
+
+Owns: the srun line (golden test) and the local stand-in. The pinned flags: see docs/architecture.md, "In the job".
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any, Protocol
+
+from .protocol import ADDRESSES, ATTEMPT, LEASE, NODE, TOKEN
+from .run.layout import AttemptDir, RunDir
+
+
+class Launch(Protocol):
+    def poll(self) -> int | None:
+        """Exit code once all agents are gone, else None."""
+
+    def end(self) -> None:
+        """Wait a moment for the agents to quit, then kill."""
+
+
+def srun_command(run: RunDir, config: dict[str, Any], python: str) -> list[str]:
+    """One agent per node. Nothing here depends on srun's changing defaults."""
+    cluster = config["cluster"]
+    nodes = str(cluster["nodes"])
+    return [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={cluster['cpus_per_task']}",
+        "--wait=0",
+        "--kill-on-bad-exit=0",
+        "--mpi=none",
+        "--input=none",
+        "--overlap",
+        "--cpu-bind=none",
+        "--export=ALL",
+        python,
+        str(run.path / "bootstrap.py"),
+        "stoker.launcher.agent",
+        str(run.path),
+    ]
+
+
+def local_nodes(count: int) -> list[str]:
+    return [f"local{i}" for i in range(count)]
+
+
+def launch_agents(
+    run: RunDir, attempt: AttemptDir, config: dict[str, Any], addresses: str, token: str, job_id: str | None
+) -> Launch:
+    env = os.environ | {
+        ADDRESSES: addresses,
+        TOKEN: token,
+        ATTEMPT: str(attempt.number),
+        LEASE: str(config["resilience"]["lease"]),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(config["cluster"]["omp_threads"])),
+    }
+    if job_id is not None:
+        command = srun_command(run, config, sys.executable)
+        return _Processes([subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)])
+    command = [sys.executable, "-m", "stoker.launcher.agent", str(run.path)]
+    # A session of their own: Ctrl-C in the terminal is the supervisor's to interpret.
+    return _Processes(
+        [
+            subprocess.Popen(command, env=env | {NODE: n}, stdin=subprocess.DEVNULL, start_new_session=True)
+            for n in local_nodes(config["cluster"]["nodes"])
+        ]
+    )
+
+
+class _Processes:
+    def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._processes = processes
+
+    def poll(self) -> int | None:
+        codes = [p.poll() for p in self._processes]
+        return None if any(c is None for c in codes) else max(codes, key=lambda c: abs(c or 0))
+
+    def end(self) -> None:
+        for process in self._processes:
+            try:
+                process.wait(timeout=5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

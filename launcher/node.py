@@ -1,0 +1,260 @@
+"""One node's processes: zygote, store and workers, with their segments, logs and exits. The agent's hands.
+
+Owns: forking through the zygote, reading segments, killing. Does not own: when (the supervisor says).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .run.events import EventLog
+from .run.heartbeat import Control, Heartbeat, Phase, Segment
+from .run.layout import AttemptDir, RunDir
+from .run.wire import Channel, Closed, Message
+
+PROPOSAL_PAUSE = 0.003  # seconds between writing a proposal and reading where workers are (see propose)
+TAIL_BYTES = 4096
+
+
+@dataclass
+class Worker:
+    rank: int
+    generation: int
+    segment: Segment
+    channel: Channel | None
+    pid: int | None = None
+    reported: tuple[int, int, int, int] | None = None  # last status sent: step, phase, micro, sequence
+    has_failed: bool = False  # it said itself why
+
+
+class Node:
+    """`tell` sends a message to the supervisor."""
+
+    def __init__(self, run: RunDir, attempt: AttemptDir, tell: Callable[[Message], None], events: EventLog) -> None:
+        self._run, self._attempt, self._tell, self._events = run, attempt, tell, events
+        self._log_path = attempt.log(events.writer)
+        self._log = os.open(self._log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._to_zygote: Channel | None = None
+        self._store: Channel | None = None
+        self._workers: dict[int, Worker] = {}
+        self._pids: dict[int, int] = {}  # pid -> rank
+        self.config: dict[str, Any] = {}
+
+    # Processes.
+
+    def start_zygote(self) -> None:
+        ours, theirs = socket.socketpair()
+        env = os.environ | {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_AGENT_PID": str(os.getpid())}
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "stoker.train.zygote"],
+            env=env,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+        theirs.close()
+        self._to_zygote = Channel(ours)
+
+    def _fork(self, what: str, ident: int, spec: Message, env: dict[str, str], fds: tuple[int, ...]) -> Channel:
+        assert self._to_zygote is not None
+        ours, theirs = socket.socketpair()
+        message = {"kind": "fork", "what": what, "id": ident, "spec": spec, "env": env}
+        self._to_zygote.send(message, (self._log, theirs.fileno(), *fds))
+        theirs.close()
+        return Channel(ours)
+
+    def start_store(self) -> None:
+        # All interfaces: workers of the other nodes come from outside.
+        self._store = self._fork("store", -1, {"host": "0.0.0.0"}, {}, ())
+
+    def form(self, message: Message) -> None:
+        """Fork this node's workers of a new generation."""
+        generation, first = int(message["generation"]), int(message["first_rank"])
+        count = int(message["procs_per_node"])
+        for k in range(count):
+            rank = first + k
+            segment = Segment.create(f"g{generation}-r{rank}")
+            # The clock of the start runs from the fork, not from the worker's first word.
+            segment.beat(Heartbeat(generation, Phase.START, 0, 0, 0, time.monotonic(), 0.0))
+            spec = {
+                "run": str(self._run.path),
+                "config": self.config,
+                "attempt": self._attempt.number,
+                "generation": generation,
+                "rank": rank,
+                "local_rank": k,
+                "world_size": message["world_size"],
+                "store_host": message["store_host"],
+                "store_port": message["store_port"],
+            }
+            env = {"LOCAL_WORLD_SIZE": str(count), "STOKER_RANK": str(rank)}
+            channel = self._fork("worker", rank, spec, env, (segment.fd,))
+            self._workers[rank] = Worker(rank, generation, segment, channel)
+
+    def kill_workers(self) -> None:
+        for w in self._workers.values():
+            if w.pid is not None:
+                # The worker leads a group of its own; a fork that has not got that far yet is hit by its pid.
+                for kill in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        kill(w.pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        self.kill_workers()
+        if self._zygote is not None:
+            self._zygote.kill()
+            self._zygote.wait()
+
+    def close(self) -> None:
+        for w in self._workers.values():
+            self._forget(w)
+        self._workers.clear()
+        os.close(self._log)
+
+    def _forget(self, w: Worker) -> None:
+        w.segment.close()
+        if w.channel is not None:
+            w.channel.close()
+            w.channel = None
+
+    # News.
+
+    def channels(self) -> list[Channel]:
+        found = [self._to_zygote, self._store, *(w.channel for w in self._workers.values())]
+        return [c for c in found if c is not None]
+
+    def read(self, channel: Channel) -> None:
+        if channel is self._to_zygote:
+            for message in channel.receive():  # Closed: the zygote is gone, and with it all workers
+                self._from_zygote(message)
+            return
+        try:
+            messages = channel.receive()
+        except Closed:
+            self._hang_up(channel)
+            return
+        for message in messages:
+            if channel is self._store:
+                self._tell({"kind": "store", "port": message["port"]})
+            else:
+                self._from_worker(channel, message)
+
+    def _hang_up(self, channel: Channel) -> None:
+        channel.close()
+        if channel is self._store:
+            self._store = None
+            raise Closed("the store process ended")
+        for w in self._workers.values():
+            if w.channel is channel:
+                w.channel = None
+
+    def _from_zygote(self, message: Message) -> None:
+        if message["kind"] == "ready":
+            self._tell({"kind": "ready", "seconds": message["seconds"]})
+        elif message["kind"] == "forked" and message["id"] in self._workers:
+            worker = self._workers[message["id"]]
+            worker.pid = message["pid"]
+            self._pids[message["pid"]] = worker.rank
+        elif message["kind"] == "exited" and message["pid"] in self._pids:
+            self._exited(self._workers.pop(self._pids.pop(message["pid"])), message["status"])
+
+    def _from_worker(self, channel: Channel, message: Message) -> None:
+        worker = next((w for w in self._workers.values() if w.channel is channel), None)
+        if worker is None:
+            return
+        fields = message["fields"]
+        worker.has_failed |= message["event"] == "failed"
+        self._events.write(message["event"], rank=worker.rank, generation=message["generation"], **fields)
+        self._tell({**message, "kind": "report", "rank": worker.rank})
+
+    def _exited(self, w: Worker, status: int) -> None:
+        if w.channel is not None:
+            self._drain(w)
+        code = status if status >= 0 else None
+        name = None
+        if status < 0:
+            try:
+                name = signal.Signals(-status).name
+            except ValueError:
+                name = f"signal {-status}"
+        self._events.write("worker_exited", rank=w.rank, generation=w.generation, code=code, signal=name)
+        tail = None if w.has_failed or status == 0 else self._log_tail()
+        message = {"kind": "exited", "generation": w.generation, "rank": w.rank, "code": code, "signal": name}
+        self._tell(message | {"tail": tail})
+        self._forget(w)
+
+    def _drain(self, w: Worker) -> None:
+        """What a worker said right before its end comes before the news of its end."""
+        assert w.channel is not None
+        self._workers[w.rank] = w
+        try:
+            while w.channel is not None and select.select([w.channel], [], [], 0)[0]:
+                self.read(w.channel)
+        finally:
+            del self._workers[w.rank]
+
+    def _log_tail(self) -> str:
+        with open(self._log_path, "rb") as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL_BYTES))
+            return "\n".join(f.read().decode(errors="replace").splitlines()[-20:])
+
+    # Segments.
+
+    def changed_statuses(self, everything: bool) -> list[Message]:
+        """Where the workers are; without `everything` only those that moved since last told."""
+        found = []
+        for w in self._workers.values():
+            beat = w.segment.read_heartbeat()
+            if beat is None:
+                continue  # killed in the middle of an update: its exit is on the way
+            now = (beat.step, int(beat.phase), beat.micro, beat.sequence)
+            if everything or now != w.reported:
+                w.reported = now
+                age = round(time.monotonic() - beat.time, 3)
+                found.append(
+                    {
+                        "generation": w.generation,
+                        "rank": w.rank,
+                        "step": beat.step,
+                        "phase": int(beat.phase),
+                        "sequence": beat.sequence,
+                        "age": age,
+                        "median": round(beat.step_seconds, 6),
+                    }
+                )
+        return found
+
+    def propose(self, generation: int, step: int, save: bool) -> Message:
+        """Write a proposed stop step and say whether all workers here will see it in time.
+
+        A worker publishes its step, then looks for a proposal; we write the proposal, then look for its step. The pause
+        between keeps the two stores and loads of either side from passing each other on any processor.
+        """
+        mine = [w for w in self._workers.values() if w.generation == generation]
+        for w in mine:
+            w.segment.write_control(Control(generation, step, False, save))
+        time.sleep(PROPOSAL_PAUSE)
+        beats = [w.segment.read_heartbeat() for w in mine]
+        accepted = all(
+            b is not None and (b.step < step or (b.step == step and b.phase in (Phase.HOLD, Phase.DONE))) for b in beats
+        )
+        furthest = max((b.step for b in beats if b is not None), default=0)
+        message = {"kind": "answer", "generation": generation, "step": step}
+        return message | {"accepted": accepted, "max_step": furthest}
+
+    def commit(self, generation: int, step: int, save: bool) -> None:
+        for w in self._workers.values():
+            if w.generation == generation:
+                w.segment.write_control(Control(generation, step, True, save))

@@ -1,0 +1,301 @@
+"""The vocabulary of the supervisor's decisions: what it knows, what can happen, what it can do. Values only.
+
+Times are seconds: `now` is the supervisor's monotonic clock; wall-clock times say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .run.heartbeat import Phase
+from .run.outcome import Cause, Outcome
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of the configuration matters here."""
+
+    nodes: int
+    procs_per_node: int
+    can_requeue: bool  # somebody starts this run again when asked (Slurm, or the local loop)
+    warning: float = 120.0  # lead of the warning signal, used where the job's end is not known
+    hang_timeout: float = 0.0  # 0: max(20 x median step, 120)
+    start_timeout: float = 900.0
+    save_timeout: float = 1800.0
+    eval_timeout: float = 1800.0
+    gather_timeout: float = 300.0  # agents must have joined and loaded by then
+    verdict_timeout: float = 300.0  # how long a lost node may wait for Slurm's word
+    max_restarts: int = 3
+    progress_steps: int = 10
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.procs_per_node
+
+
+class Stage(str, Enum):
+    GATHERING = "gathering"  # agents are joining and loading
+    RUNNING = "running"  # workers of the current generation exist
+    CLEARING = "clearing"  # workers are being killed; `then` follows
+    AWAITING_SLURM = "awaiting_slurm"  # a node is lost: Slurm's word decides
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class AgentView:
+    address: str
+    is_ready: bool = False  # its zygote has loaded
+
+
+@dataclass(frozen=True)
+class RankView:
+    node: str
+    step: int = 0  # steps completed
+    phase: Phase = Phase.START
+    sequence: int = 0
+    age: float = 0.0  # since its last sign of life
+    median: float = 0.0  # its median step time, 0 until known
+    is_alive: bool = True
+    ended: bool | None = None  # None: not yet; True: the run is finished; False: stopped at the stop step
+    is_named: bool = False  # already reported as slow
+
+
+@dataclass(frozen=True)
+class StopPlan:
+    """A stop under way (protocol in run/heartbeat.py)."""
+
+    cause: Cause
+    reason: str
+    deadline: float | None  # monotonic; past it the workers are killed and the run requeued all the same
+    step: int
+    margin: int
+    acks: frozenset[str] = frozenset()
+    is_committed: bool = False
+    requeue: bool = True
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something broke; `due` is when it is acted on (a rank that only lost its peer waits for the true culprit)."""
+
+    cause: Cause
+    reason: str
+    due: float
+    rank: int | None = None
+    node: str | None = None
+    traceback: str | None = None
+    is_certain: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    settings: Settings
+    now: float = 0.0
+    stage: Stage = Stage.GATHERING
+    since: float = 0.0  # when the stage began
+    generation: int = 0
+    agents: Mapping[str, AgentView] = field(default_factory=dict)
+    store: tuple[str, int] | None = None
+    ranks: Mapping[int, RankView] = field(default_factory=dict)
+    stop: StopPlan | None = None
+    trouble: Trouble | None = None
+    then: Outcome | None = None  # CLEARING: None = start the next generation, else end with it
+    restarts: int = 0  # in a row without progress
+    mark: int = 0  # step that counts as progress when passed by `progress_steps`
+    best_step: int = 0  # completed by all ranks of some generation
+    saved_step: int | None = None
+    save_seconds: float = 0.0  # longest seen
+    has_ever_run: bool = False
+    warned: Cause | None = None
+
+
+# What can happen.
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+@dataclass(frozen=True)
+class AgentJoined:
+    node: str
+    address: str
+
+
+@dataclass(frozen=True)
+class AgentReady:
+    node: str
+
+
+@dataclass(frozen=True)
+class StoreUp:
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class AgentLost:
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    generation: int
+    rank: int
+    step: int
+    phase: Phase
+    sequence: int
+    age: float
+    median: float
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Something a worker said itself."""
+
+    generation: int
+    rank: int
+    event: str  # ended, failed, peer_lost, checkpoint_saved, ...
+    step: int | None = None
+    finished: bool = False
+    seconds: float = 0.0
+    cause: Cause = Cause.CRASH
+    error: str = ""
+    traceback: str | None = None
+
+
+@dataclass(frozen=True)
+class RankExited:
+    generation: int
+    rank: int
+    code: int | None  # None if ended by a signal
+    signal: str | None
+    tail: str | None = None
+
+
+@dataclass(frozen=True)
+class ProposalAnswer:
+    generation: int
+    node: str
+    step: int
+    is_accepted: bool
+    max_step: int
+
+
+@dataclass(frozen=True)
+class Warned:
+    """The allocation will end: by time limit or preemption; or somebody asked for an orderly stop."""
+
+    cause: Cause
+    reason: str
+    seconds_left: float | None  # None: unknown
+    requeue: bool = True
+
+
+class JobFate(str, Enum):
+    """What Slurm says of our job when something signals us."""
+
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # in its grace time
+    REQUEUED = "requeued"  # by Slurm itself: node failure, preemption without grace, an administrator
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time_limit"
+    NODE_FAIL = "node_fail"  # ended for a failed node and not requeued
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Terminated:
+    """SIGTERM, to us or to an agent, with what Slurm said when asked why."""
+
+    fate: JobFate
+    by: str  # "batch" or a node
+    seconds_left: float | None = None
+    evidence: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LaunchEnded:
+    """srun is gone (all agents with it)."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Superseded:
+    pass
+
+
+Event = (
+    Tick
+    | AgentJoined
+    | AgentReady
+    | StoreUp
+    | AgentLost
+    | RankStatus
+    | RankReport
+    | RankExited
+    | ProposalAnswer
+    | Warned
+    | Terminated
+    | LaunchEnded
+    | Superseded
+)
+
+# What can be done.
+
+
+@dataclass(frozen=True)
+class StartStore:
+    node: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """Start workers: node -> its first rank."""
+
+    generation: int
+    first_ranks: Mapping[str, int]
+    store: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Propose:
+    generation: int
+    step: int
+    save: bool
+
+
+@dataclass(frozen=True)
+class Commit:
+    generation: int
+    step: int
+    save: bool
+
+
+@dataclass(frozen=True)
+class KillWorkers:
+    generation: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """An event for the record."""
+
+    event: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Requeue if the outcome says so (and Slurm has not done it: `ask`), write the outcome, end."""
+
+    outcome: Outcome
+    ask: bool = False
+
+
+Action = StartStore | Form | Propose | Commit | KillWorkers | Note | Finish

@@ -1,0 +1,304 @@
+"""`python -m stoker.launcher.supervise RUN_DIR [--local]`: one per attempt, on the batch host. Keeps the run going.
+
+Owns: the loop that turns signals, sockets and clocks into events, asks policy.decide, and does what it says. Decides
+nothing itself. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import jobinfo
+from . import policy_types as p
+from .agents import Agents
+from .launch_agents import launch_agents, local_nodes
+from .policy import decide
+from .protocol import WARNED
+from .run.attempts import Fence, claim
+from .run.effective import effective_config
+from .run.events import EventLog
+from .run.files import create_json, read_json
+from .run.layout import AttemptDir, RunDir, open_run
+from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_USAGE, Cause, Next, Outcome
+from .run.submissions import Submission, own_submission, submissions
+
+TICK = 0.25  # seconds between looks at the clock
+FENCE_EVERY = 2.0
+CLOCK_WARNING_SLACK = 5.0  # seconds after the warning should have come by signal until the clock stands in for it
+
+
+def main(argv: list[str]) -> int:
+    signals = Signals()  # first of all: from here on no signal is lost
+    try:
+        run = open_run(argv[0])
+    except (IndexError, ValueError) as e:
+        print(f"supervise: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    is_local = "--local" in argv[1:]
+    job_id = None if is_local else os.environ.get("SLURM_JOB_ID")
+    submission = own_submission(run, job_id) if job_id else submissions(run)[-1]
+    if submission.is_cancelled:
+        print(f"supervise: {run.path} was cancelled; nothing to do", file=sys.stderr)
+        return EXIT_CANCELLED
+    attempt = claim(run)
+    events = EventLog(attempt.events("supervisor"), "supervisor", attempt.number)
+    try:
+        supervisor = Supervisor(run, attempt, submission, events, job_id, signals)
+        return supervisor.serve()
+    except Exception as e:
+        traceback.print_exc()
+        tail = "\n".join(traceback.format_exc().splitlines()[-40:])
+        events.write("supervisor_failed", error=f"{type(e).__name__}: {e}", traceback=tail)
+        Outcome(Cause.CRASH, Next.NOTHING, EXIT_FAILED, f"the supervisor failed: {e}", traceback=tail).write(attempt)
+        return EXIT_FAILED
+
+
+class Signals:
+    """Handlers do nothing; the numbers arrive as bytes on a pipe."""
+
+    def __init__(self) -> None:
+        self.read_end, write_end = os.pipe()
+        for fd in (self.read_end, write_end):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(write_end)
+        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(s, lambda *_: None)
+
+    def take(self) -> list[signal.Signals]:
+        try:
+            return [signal.Signals(b) for b in os.read(self.read_end, 64)]
+        except BlockingIOError:
+            return []
+
+
+def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
+    cluster, r = config["cluster"], config["resilience"]
+    return p.Settings(
+        nodes=cluster["nodes"],
+        procs_per_node=cluster["procs_per_node"],
+        can_requeue=r["continuation"] == "requeue",
+        warning=float(r["warning"]),
+        hang_timeout=r["hang_timeout"],
+        start_timeout=r["start_timeout"],
+        save_timeout=r["save_timeout"],
+        eval_timeout=r["eval_timeout"],
+        # Without Slurm nobody else has a word on a lost node.
+        verdict_timeout=0.0 if is_local else 300.0,
+        max_restarts=r["max_restarts"],
+        progress_steps=r["progress_steps"],
+    )
+
+
+class Supervisor:
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: AttemptDir,
+        submission: Submission,
+        events: EventLog,
+        job_id: str | None,
+        signals: Signals,
+    ) -> None:
+        self.run, self.attempt, self.submission, self.events = run, attempt, submission, events
+        self.job_id, self.signals = job_id, signals
+        self.fence = Fence(run, attempt.number)
+        self.config = effective_config(run, submission.number)
+        self.state = p.State(settings_of(self.config, job_id is None), now=time.monotonic(), since=time.monotonic())
+        self.lease = float(self.config["resilience"]["lease"])
+        self.token = secrets.token_hex(16)
+        self.agents = Agents(self.token, self.config, self.lease)
+        self.ends_at: float | None = None  # wall clock
+        self.exit_code: int | None = None
+        self.interrupts = 0
+        self._next_fence = 0.0
+
+    def serve(self) -> int:
+        self._record_start()
+        if self._refuse_requeues():
+            assert self.exit_code is not None
+            return self.exit_code
+        launch = launch_agents(self.run, self.attempt, self.config, self.agents.addresses, self.token, self.job_id)
+        if os.environ.get(WARNED):
+            self._warn("the warning came while the job was starting")
+        try:
+            while self.exit_code is None:
+                self._turn(launch)
+        finally:
+            self.agents.quit()
+            launch.end()
+        return self.exit_code
+
+    def _record_start(self) -> None:
+        nodes = os.environ.get("SLURM_JOB_NODELIST") or ",".join(local_nodes(self.state.settings.nodes))
+        record: dict[str, Any] = {
+            "job_id": self.job_id,
+            "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            "nodes": nodes,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "pid_start": _start_ticks(),
+            "submission": self.submission.number,
+            "time": time.time(),
+        }
+        if self.job_id is not None:
+            info = jobinfo.query(self.job_id)
+            self.ends_at = info.time("EndTime") if info else None
+            record["ends_at"] = self.ends_at
+        create_json(self.attempt.start, record)
+        self.events.write("attempt_started", **record)
+
+    def _refuse_requeues(self) -> bool:
+        """A run that is requeued for ever is stopped here, by count alone; causes have their own budgets."""
+        limit = self.config["resilience"]["max_requeues"]
+        mine = [a for a in self.run.all_attempts() if _submission_of(a) == self.submission.number]
+        if len(mine) - 1 <= limit:
+            return False
+        reason = f"requeued {len(mine) - 1} times (resilience.max_requeues={limit}); `stoker resume` goes on"
+        self._finish(p.Finish(Outcome(Cause.NO_PROGRESS, Next.NOTHING, EXIT_FAILED, reason)))
+        return True
+
+    # The loop.
+
+    def _turn(self, launch: Any) -> None:
+        channels = [self.signals.read_end, *self.agents.waitables()]
+        readable, _, _ = select.select(channels, [], [], TICK)
+        for s in self.signals.take():
+            self._signalled(s)
+        for event in self.agents.read(readable):
+            if isinstance(event, str):
+                self._agent_signalled(event)
+            else:
+                self._feed(event)
+        code = launch.poll()
+        if code is not None and not self.agents.any_connected():
+            self._feed(p.LaunchEnded(code))
+        now = time.monotonic()
+        if now >= self._next_fence:
+            self._next_fence = now + FENCE_EVERY
+            if not self.fence.is_current():
+                self._feed(p.Superseded())
+        if self.ends_at is not None and self.state.stop is None:
+            left = self.ends_at - time.time()
+            if left < self.state.settings.warning - CLOCK_WARNING_SLACK:
+                self._feed(p.Warned(Cause.TIME_LIMIT, "the time limit is near", left))
+        self._feed(p.Tick())
+
+    def _feed(self, event: p.Event) -> None:
+        if self.exit_code is not None:
+            return
+        self.state, actions = decide(self.state, event, time.monotonic())
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: p.Action) -> None:
+        match action:
+            case p.Note():
+                self.events.write(action.event, **action.fields)
+                print(f"supervisor: {action.event} {dict(action.fields)}", flush=True)
+            case p.Finish():
+                self._finish(action)
+            case _:
+                self.agents.do(action, self.state.settings)
+
+    # Signals.
+
+    def _signalled(self, s: signal.Signals) -> None:
+        if s in (signal.SIGUSR1, signal.SIGUSR2):
+            self._warn(f"warned by {s.name}")
+        elif s is signal.SIGTERM:
+            self._terminated("batch")
+        elif s is signal.SIGINT:
+            self.interrupts += 1
+            if self.interrupts == 1 and self.job_id is None:
+                self._feed(p.Warned(Cause.CANCELLED, "interrupted from the keyboard", None, requeue=False))
+            else:
+                self._terminated("batch")
+
+    def _agent_signalled(self, node: str) -> None:
+        # On preemption with grace Slurm signals the steps' tasks and not the batch script.
+        if self.job_id is not None and self.state.stop is None:
+            self._terminated(node)
+
+    def _warn(self, how: str) -> None:
+        """Slurm sends the same signal before the time limit and at a preemption: ask which it is."""
+        if self.state.stop is not None:
+            return
+        info = jobinfo.query(self.job_id) if self.job_id else None
+        if info is not None and info.time("PreemptTime") is not None:
+            self._feed(p.Warned(Cause.PREEMPTED, f"preempted ({how})", info.seconds_left))
+            return
+        left = info.seconds_left if info else self.state.settings.warning
+        self._feed(p.Warned(Cause.TIME_LIMIT, f"the time limit is near ({how})", left))
+
+    def _terminated(self, by: str) -> None:
+        if self.job_id is None or self.submission.is_cancelled:
+            self._feed(p.Terminated(p.JobFate.CANCELLED, by))
+            return
+        info = jobinfo.query(self.job_id)
+        if info is None:
+            time.sleep(1.0)
+            info = jobinfo.query(self.job_id)
+        fate = jobinfo.fate(info) if info else p.JobFate.UNKNOWN
+        left, evidence = (info.seconds_left, info.evidence) if info else (None, {})
+        self._feed(p.Terminated(fate, by, left, evidence))
+
+    # The end.
+
+    def _finish(self, action: p.Finish) -> None:
+        outcome = action.outcome
+        if action.ask and self.job_id is not None:
+            error = self._requeue()
+            if error is not None:
+                self.events.write("requeue_refused", error=error)
+                reason = f"{outcome.reason}; not requeued: {error}"
+                is_cancelled = error == _CANCELLED
+                cause, code = (Cause.CANCELLED, EXIT_CANCELLED) if is_cancelled else (outcome.cause, EXIT_FAILED)
+                outcome = replace(outcome, cause=cause, next=Next.NOTHING, exit_code=code, reason=reason)
+        if outcome.write(self.attempt):
+            fields = {"cause": outcome.cause.value, "next": outcome.next.value, "reason": outcome.reason}
+            self.events.write("attempt_ended", **fields, step=outcome.step, saved_step=outcome.saved_step)
+        print(f"supervisor: {outcome.cause.value}: {outcome.reason} (next: {outcome.next.value})", flush=True)
+        self.exit_code = outcome.exit_code
+
+    def _requeue(self) -> str | None:
+        """None if the job will start again, by our request or already by Slurm's."""
+        assert self.job_id is not None
+        if self.submission.is_cancelled:
+            return _CANCELLED
+        info = jobinfo.query(self.job_id)
+        fate = jobinfo.fate(info) if info else p.JobFate.UNKNOWN
+        if fate is p.JobFate.CANCELLED:
+            return _CANCELLED
+        if fate is p.JobFate.REQUEUED:
+            return None
+        return jobinfo.requeue(self.job_id)
+
+
+_CANCELLED = "the job was cancelled"
+
+
+def _start_ticks() -> int:
+    """Start time of this process in clock ticks since boot: with the pid it names one process for good."""
+    text = Path("/proc/self/stat").read_text()
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _submission_of(attempt: AttemptDir) -> int | None:
+    try:
+        return int(read_json(attempt.start)["submission"])
+    except (FileNotFoundError, KeyError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

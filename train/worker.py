@@ -1,0 +1,189 @@
+"""A worker process: form the grid, build the trainer, run it; and again, in the same process, if it is told to.
+
+Owns: the outer loop, how failures are named to the agent, and what a worker says on its log. Does not own: training
+(loop.py) or deciding what follows a failure (the supervisor).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import select
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..conf.load import from_plain
+from ..conf.schema import Config
+from ..launcher.run.attempts import Fence, SupersededError
+from ..launcher.run.files import read_json
+from ..launcher.run.heartbeat import Phase, Segment
+from ..launcher.run.layout import RunDir
+from ..launcher.run.outcome import Cause
+from ..launcher.run.wire import Channel, Closed
+from . import grid as grids
+from .comm import PeerLostError
+from .context import RunContext
+from .grid import Membership
+from .pulse import Pulse
+
+TRACEBACK_LINES = 40
+
+
+def preload() -> None:
+    """Import what every worker needs, before the first fork. No torch operation may run here."""
+    importlib.import_module(".loop", __package__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What stays the same over the passes of one worker."""
+
+    run: RunDir
+    config: Config
+    rank: int
+    local_rank: int
+    world_size: int
+    attempt: int
+
+
+class _Prefixed:
+    """A text stream whose lines begin with the rank, so that one file per node is enough."""
+
+    def __init__(self, stream: TextIO, prefix: str) -> None:
+        self._stream, self._prefix, self._rest = stream, prefix, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            # One write per batch of lines: the file is opened for appending, so ranks do not cut into each other.
+            self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        if self._rest:
+            self.write("\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def main(spec: dict[str, Any], channel: Channel, segment_fd: int) -> int:
+    """Entry of a forked worker; returns its exit code. `spec`: see `start` in docs/architecture.md, "Messages"."""
+    faulthandler.enable(file=sys.__stderr__)
+    run = RunDir(Path(spec["run"]))
+    rank = int(spec["rank"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(spec["local_rank"]), WORLD_SIZE=str(spec["world_size"]))
+    sys.stdout = _Prefixed(sys.__stdout__, f"[{rank}] ")  # type: ignore[assignment, arg-type]
+    sys.stderr = _Prefixed(sys.__stderr__, f"[{rank}] ")  # type: ignore[assignment, arg-type]
+    segment = Segment(segment_fd)
+    report = Reporter(channel, int(spec["generation"]))
+    try:
+        config = from_plain(spec["config"])
+        for name in config.plugins:
+            importlib.import_module(name)
+        place = Place(run, config, rank, int(spec["local_rank"]), int(spec["world_size"]), int(spec["attempt"]))
+        return _passes(place, _membership(place, spec), segment, channel, report)
+    except BaseException as e:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr)
+        tail = "\n".join(text.rstrip().splitlines()[-TRACEBACK_LINES:])
+        report("failed", cause=cause_of(e).value, error=f"{type(e).__name__}: {e}", traceback=tail)
+        return 1
+
+
+class Reporter:
+    """Sends events to the agent; each is written into the attempt's events and told to the supervisor."""
+
+    def __init__(self, channel: Channel, generation: int) -> None:
+        self._channel, self.generation = channel, generation
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        try:
+            self._channel.send({"kind": "report", "event": event, "generation": self.generation, "fields": fields})
+        except Closed:
+            # Without an agent nobody would stop or restart this process, and PDEATHSIG is on its way.
+            os._exit(1)
+
+
+def _membership(place: Place, message: dict[str, Any]) -> Membership:
+    return Membership(
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.attempt,
+        int(message["generation"]),
+        str(message["store_host"]),
+        int(message["store_port"]),
+    )
+
+
+def _passes(place: Place, member: Membership, segment: Segment, channel: Channel, report: Reporter) -> int:
+    from .loop import Trainer
+
+    while True:
+        pulse = Pulse(segment, member.generation, place.rank, place.attempt)
+        report.generation = member.generation
+        grid = trainer = None
+        try:
+            config = place.config
+            grid = grids.form(member, config.parallel.backend.value, config.parallel.timeout, pulse.collective)
+            context = RunContext(
+                place.run,
+                str(read_json(place.run.run)["id"]),
+                place.run.attempt(place.attempt),
+                member.generation,
+                Fence(place.run, place.attempt),
+                pulse,
+                report,
+            )
+            trainer = Trainer.build(config, grid, context)
+            ended = trainer.run()
+            pulse.enter(Phase.DONE)
+            report("ended", finished=ended.finished, step=ended.step, saved_step=ended.saved_step)
+            return 0
+        except PeerLostError as e:
+            print(f"lost a peer: {e}", file=sys.stderr)
+            report("peer_lost", error=str(e).splitlines()[0][:500])
+        finally:
+            if trainer is not None:
+                trainer.close()
+            if grid is not None:
+                grid.close()
+        again = _next_pass(channel)
+        if again is None:
+            return 1
+        member = _membership(place, again)
+
+
+def _next_pass(channel: Channel) -> dict[str, Any] | None:
+    """The agent's word after a lost peer: another pass (`form`), or None when it is gone. Usually a SIGKILL comes."""
+    while True:
+        select.select([channel], [], [])
+        try:
+            for message in channel.receive():
+                if message.get("kind") == "form":
+                    return message
+        except Closed:
+            return None
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Name an exception that ended a worker."""
+    import errno
+
+    import torch
+
+    if isinstance(error, SupersededError):
+        return Cause.SUPERSEDED
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Cause.OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        return Cause.STORAGE
+    # Errors carry their cause where the class knows it (`cause` attribute): diverged, storage, bad_config.
+    named = getattr(error, "cause", None)
+    return named if isinstance(named, Cause) else Cause.CRASH
