@@ -124,8 +124,8 @@ def _check_metas(prefixes: Sequence[str], vocab_size: int | None, tokenizer: Pat
         meta = read_meta(prefix)
         if meta is None and tokenizer is not None:
             raise ValueError(
-                f"data.tokenizer = {tokenizer}, but {meta_path(prefix)} does not exist, so nothing says which tokenizer "
-                "made the data: leave data.tokenizer out, or tokenise with `stoker data tokenize`"
+                f"data.tokenizer = {tokenizer}, but {meta_path(prefix)} does not exist: nothing says which tokenizer "
+                "made the data; leave data.tokenizer out, or tokenise with `stoker data tokenize`"
             )
         if meta is None:
             continue

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .indexed import IndexedTokens, bytes_of
+from .indexed import IndexedTokens
 from .sampling import Blend, Int64s, WindowOrder, window_count
 
 IGNORE = -100  # target that counts in no loss, as in torch.nn.functional.cross_entropy
@@ -37,6 +37,12 @@ class Batch:
     def pinned(self) -> Batch:
         """In page-locked memory; needs CUDA."""
         return self._each(lambda t: t.pin_memory())
+
+    def split(self, parts: int) -> list[Batch]:
+        """Equal parts along the rows, without a copy."""
+        doc_ids = [None] * parts if self.doc_ids is None else self.doc_ids.chunk(parts)
+        others = (t.chunk(parts) for t in (self.tokens, self.targets, self.positions))
+        return [Batch(*part) for part in zip(*others, doc_ids, self.samples.chunk(parts), strict=True)]
 
     def _each(self, move: Any) -> Batch:
         doc_ids = None if self.doc_ids is None else move(self.doc_ids)
@@ -62,17 +68,16 @@ class TokenRange:
 
     def read(self, windows: Int64s) -> npt.NDArray[Any]:
         """Rows [n, sequence_length + 1] in the file's dtype; neighbours that follow one another are read at once."""
-        length = self.sequence_length
+        length, firsts = self.sequence_length, self.first_tokens(windows).tolist()
         rows = np.empty((len(windows), length + 1), self.file.dtype)
-        buffer, width = bytes_of(rows), rows.strides[0]
-        breaks = (np.flatnonzero(np.diff(windows) != 1) + 1).tolist()
-        firsts = self.first_tokens(windows).tolist()
+        follows = np.diff(windows) == 1
+        if not follows.any():
+            self.file.read_rows(rows, firsts)
+            return rows
+        breaks = (np.flatnonzero(~follows) + 1).tolist()
         for begin, end in zip([0, *breaks], [*breaks, len(firsts)], strict=True):
-            if end - begin == 1:
-                self.file.read_into(buffer[begin * width : end * width], firsts[begin])
-            else:
-                flat = self.file.read(firsts[begin], (end - begin) * length + 1)
-                rows[begin:end] = np.lib.stride_tricks.sliding_window_view(flat, length + 1)[::length]
+            flat = self.file.read(firsts[begin], (end - begin) * length + 1)
+            rows[begin:end] = np.lib.stride_tricks.sliding_window_view(flat, length + 1)[::length]
         return rows
 
 
@@ -106,33 +111,36 @@ class TokenDataset:
     def windows(self) -> int:
         return sum(source.tokens.windows for source in self.sources)
 
-    def batch(self, samples: Int64s, rows: int | None = None) -> Batch:
-        """Samples int64 [n] as a batch of `rows` >= n rows (default n); those beyond n have no target."""
-        n, rows, length = len(samples), len(samples) if rows is None else rows, self.sequence_length
-        tokens, targets = np.empty((rows, length), np.int64), np.empty((rows, length), np.int64)
-        starts = np.zeros((rows, length), np.bool_) if self.mask_documents or self.reset_positions else None
-        tokens[n:], targets[n:] = 0, IGNORE
-        for chosen, part, windows in self._locate(samples):
+    def batch(self, samples: Int64s) -> Batch:
+        """Samples int64 [n], each a sample number or -1 for a row that only fills up (token 0, no target)."""
+        n, length = len(samples), self.sequence_length
+        tokens, targets = np.empty((n, length), np.int64), np.empty((n, length), np.int64)
+        starts = np.zeros((n, length), np.bool_) if self.mask_documents or self.reset_positions else None
+        fillers = samples < 0
+        tokens[fillers], targets[fillers] = 0, IGNORE
+        for rows, part, windows in self._locate(samples, np.flatnonzero(~fillers)):
             raw = part.read(windows)
             self._check_vocabulary(raw, part, windows)
-            tokens[chosen], targets[chosen] = raw[:, :-1], raw[:, 1:]
+            tokens[rows], targets[rows] = raw[:, :-1], raw[:, 1:]
             if starts is not None:
-                starts[chosen] = self._document_starts(part, windows)
-        numbers = samples if n == rows else np.concatenate([samples, np.full(rows - n, -1, np.int64)])
+                starts[rows] = self._document_starts(part, windows)
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(targets),
-            self._position_tensor(rows, starts),
+            self._position_tensor(n, starts),
             torch.from_numpy(np.cumsum(starts, axis=1)) if self.mask_documents and starts is not None else None,
-            torch.from_numpy(numbers),
+            torch.from_numpy(samples),
         )
 
-    def _locate(self, samples: Int64s) -> list[tuple[Any, TokenRange, Int64s]]:
-        """Which rows come from which source's windows: (rows, source's tokens, windows int64)."""
-        if not len(samples):
+    def _locate(self, samples: Int64s, rows: Int64s) -> list[tuple[Any, TokenRange, Int64s]]:
+        """Where the samples in these rows are read from: per source (index of its rows, tokens, windows int64)."""
+        if not len(rows):
             return []
-        if len(self.sources) == 1:
-            return [(slice(0, len(samples)), self.sources[0].tokens, _ordered(self.sources[0], samples))]
+        if len(rows) < len(samples):
+            samples = samples[rows]
+        if len(self.sources) == 1:  # rows as a slice where that does: much cheaper to assign to
+            index = rows if len(rows) < rows[-1] + 1 else slice(0, len(rows))
+            return [(index, self.sources[0].tokens, _ordered(self.sources[0], samples))]
         if self.blend is not None:
             source, local = self.blend.take(samples)
         else:
@@ -141,8 +149,8 @@ class TokenDataset:
             local = samples - np.concatenate([[0], ends])[source]
         found = []
         for j in np.unique(source).tolist():
-            rows = np.flatnonzero(source == j)
-            found.append((rows, self.sources[j].tokens, _ordered(self.sources[j], local[rows])))
+            chosen = source == j
+            found.append((rows[chosen], self.sources[j].tokens, _ordered(self.sources[j], local[chosen])))
         return found
 
     def _check_vocabulary(self, raw: npt.NDArray[Any], part: TokenRange, windows: Int64s) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +158,13 @@ class IndexedTokens:
         begin = int(self._entries(self._pointers_at, i, 1)[0])
         return begin, begin + int(length[0]) * self.dtype.itemsize
 
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill buffer (bytes, a whole number of tokens) with the tokens from offset start on."""
-        pread_exact(self._fds[0], buffer, start * self.dtype.itemsize, self._bin)
+    def read_rows(self, rows: npt.NDArray[Any], starts: Sequence[int]) -> None:
+        """Fill each row of rows [n, m], contiguous, of the file's dtype, with the m tokens from starts[row] on."""
+        buffer, width, size, fd = bytes_of(rows), rows.strides[0], self.dtype.itemsize, self._fds[0]
+        for row, start in enumerate(starts):
+            view = buffer[row * width : (row + 1) * width]
+            if os.preadv(fd, [view], start * size) != width:
+                pread_exact(fd, view, start * size, self._bin)
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
         """Tokens [start, start + count) in the file's dtype. Raises ValueError outside the file."""
@@ -168,7 +172,7 @@ class IndexedTokens:
             raise ValueError(f"{self._bin}: tokens {start} to {start + count} asked for, it has {self.tokens}")
         out = np.empty(count, self.dtype)
         if count:
-            self.read_into(bytes_of(out), start)
+            pread_exact(self._fds[0], bytes_of(out), start * self.dtype.itemsize, self._bin)
         return out
 
     def document(self, d: int) -> npt.NDArray[Any]:
@@ -206,8 +210,11 @@ class IndexedTokens:
                 self._fences[d] = start
         return start
 
-    def documents_up_to(self, token: int) -> int:
-        """How many documents start at or before token, by bisection on the file (nothing is loaded whole)."""
+    def _page(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """First document and starts of a few documents, of which all before start by token and all after later.
+
+        Found by bisection on the file (nothing is loaded whole); may be empty, if all documents start by token.
+        """
         lo, hi = 0, self.documents
         while hi - lo > _PAGE:
             mid = (lo + hi) // 2
@@ -215,25 +222,26 @@ class IndexedTokens:
                 lo = mid + 1
             else:
                 hi = mid
-        return lo + int(np.searchsorted(self._starts(lo, hi), token, side="right")) if hi > lo else lo
+        return lo, self._starts(lo, hi) if hi > lo else np.empty(0, np.int64)
 
     def last_start_up_to(self, token: int) -> int:
         """Offset of the last document start at or before token (0 <= token)."""
-        d = self.documents_up_to(token) - 1
+        lo, page = self._page(token)
+        d = lo + int(np.searchsorted(page, token, side="right")) - 1
         return int(self._starts(d, d + 1)[0])
 
     def starts_within(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Offsets where documents start, after start and before stop, ascending int64 (empty documents repeat one)."""
-        d = self.documents_up_to(start)
-        found: list[npt.NDArray[np.int64]] = []
-        while d < self.documents:
-            page = self._starts(d, min(d + _PAGE, self.documents))
-            inside = page[: int(np.searchsorted(page, stop, side="left"))]
-            found.append(inside)
-            if len(inside) < len(page):
-                break
-            d += len(page)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        lo, page = self._page(start)
+        first = int(np.searchsorted(page, start, side="right"))
+        found = [page[first : first + int(np.searchsorted(page[first:], stop, side="left"))]]
+        lo += len(page)
+        # Up to the page's last document lies before stop: what follows the page may do so, too.
+        while lo < self.documents and (not len(page) or page[-1] < stop):
+            page = self._starts(lo, min(lo + _PAGE, self.documents))
+            found.append(page[: int(np.searchsorted(page, stop, side="left"))])
+            lo += len(page)
+        return np.concatenate(found) if len(found) > 1 else found[0]
 
     def lengths(self) -> Iterator[npt.NDArray[np.int32]]:
         """Lengths of all sequences in order, in pieces of int32."""

@@ -22,6 +22,8 @@ from .dataset import Batch, TokenDataset
 
 # Seconds that closing waits for the thread: a read that hangs in dead storage must not hold up the end of the process.
 _JOIN_LIMIT = 10.0
+# Small micro-batches are read several at once, up to so many rows and tokens: most of a small one's cost is per call.
+_ROWS_AT_ONCE, _TOKENS_AT_ONCE = 128, 1 << 19
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,12 @@ class Share:
 
 
 class _Prefetch:
-    """A bounded queue filled by one thread; it keeps no reference to the loader, so that a dropped loader ends it."""
+    """A queue filled by one thread while it holds fewer than `depth` batches.
 
-    def __init__(self, produce: Callable[[int], Batch], depth: int) -> None:
+    It keeps no reference to the loader, so that dropping the loader ends the thread.
+    """
+
+    def __init__(self, produce: Callable[[], list[Batch]], depth: int) -> None:
         self._ready: deque[Batch | BaseException] = deque()
         self._changed = threading.Condition()
         self._depth, self._is_closed = depth, False
@@ -66,35 +71,36 @@ class _Prefetch:
         self._thread = threading.Thread(target=self._fill, args=(produce,), name="stoker-data", daemon=True)
         self._thread.start()
 
-    def _fill(self, produce: Callable[[int], Batch]) -> None:
-        number = 0
+    def _fill(self, produce: Callable[[], list[Batch]]) -> None:
         while True:
-            item: Batch | BaseException
+            items: list[Batch] | list[BaseException]
             try:
-                item = produce(number)
+                items = produce()
             except BaseException as error:  # raised again in the thread that asks for the batch
-                item = error
+                items = [error]
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or len(self._ready) < self._depth)
                 if self._is_closed:
                     return
-                self._ready.append(item)
+                self._ready.extend(items)
                 self._changed.notify_all()
-            if isinstance(item, BaseException):
+            if isinstance(items[-1], BaseException):
                 return
-            number += 1
 
     def get(self) -> Batch:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._is_closed)
-            if self._is_closed:
-                raise RuntimeError("the loader was closed while a batch was waited for")
-            item = self._ready[0]
-            if isinstance(item, BaseException):
-                raise item  # left in place: whoever asks again gets it again
-            self._ready.popleft()
-            self._changed.notify_all()
-            return item
+        if not self._ready:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._is_closed)
+        if self._is_closed:
+            raise RuntimeError("the loader was closed while a batch was waited for")
+        item = self._ready[0]
+        if isinstance(item, BaseException):
+            raise item  # left in place: whoever asks again gets it again
+        self._ready.popleft()
+        if len(self._ready) == self._depth - 1:  # only now may the thread be waiting
+            with self._changed:
+                self._changed.notify_all()
+        return item
 
     def close(self) -> None:
         if self.pid != os.getpid():  # in a fork there is no thread to join, and its lock may be held for ever
@@ -123,12 +129,14 @@ class Loader:
         prefetch: int = 4,
         pin_memory: bool | None = None,
     ) -> None:
-        """prefetch: micro-batches read ahead; pin_memory: default, where CUDA is available."""
+        """prefetch: micro-batches read ahead, at least. pin_memory: default, where CUDA is available."""
         if consumed_samples < 0 or prefetch < 1:
             raise ValueError(f"consumed samples {consumed_samples} must be >= 0, data.prefetch = {prefetch} >= 1")
         self.dataset, self.share, self.micro_steps = dataset, share, share.micro_steps
         self._begin, self._taken, self._waited = consumed_samples, 0, 0.0
         self._depth = prefetch
+        rows = min(_ROWS_AT_ONCE, _TOKENS_AT_ONCE // dataset.sequence_length)
+        self._at_once = max(1, rows // share.micro_batch)
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._prefetch: _Prefetch | None = None
         self._finalizer: Callable[[], object] = lambda: None
@@ -157,7 +165,7 @@ class Loader:
         return batch
 
     def _start(self) -> None:
-        produce = _Production(self.dataset, self.share, self._begin, self._taken, self._pin)
+        produce = _Production(self.dataset, self.share, self._begin, self._taken, self._at_once, self._pin)
         self._prefetch = _Prefetch(produce, self._depth)
         self._finalizer = weakref.finalize(self, self._prefetch.close)
 
@@ -173,25 +181,37 @@ class Loader:
         self.close()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Production:
-    """What the thread runs: the batch of a micro-step, counted from `taken` micro-steps after sample `begin`."""
+    """What the thread runs: the next `at_once` micro-steps, counted from `number` micro-steps after sample `begin`."""
 
     dataset: TokenDataset
     share: Share
     begin: int
-    taken: int
+    number: int
+    at_once: int
     pin: bool
 
-    def __call__(self, number: int) -> Batch:
-        step, micro = divmod(self.taken + number, self.share.micro_steps)
-        size = self.share.global_batch
-        batch = _read(self.dataset, self.share.of(self.begin + step * size, size, micro), self.share.micro_batch)
-        return batch.pinned() if self.pin else batch
+    def __call__(self) -> list[Batch]:
+        """Damage is reported with the micro-step that holds it, so after a failure the steps are read one by one."""
+        try:
+            return self._next()
+        except (ValueError, OSError):
+            if self.at_once == 1:
+                raise
+            self.at_once = 1
+            return self._next()
 
-
-def _read(dataset: TokenDataset, samples: range, rows: int) -> Batch:
-    return dataset.batch(np.arange(samples.start, samples.stop, dtype=np.int64), rows)
+    def _next(self) -> list[Batch]:
+        size, rows = self.share.global_batch, self.share.micro_batch
+        samples = np.full((self.at_once, rows), -1, np.int64)
+        for k in range(self.at_once):
+            step, micro = divmod(self.number + k, self.share.micro_steps)
+            own = self.share.of(self.begin + step * size, size, micro)
+            samples[k, : len(own)] = own
+        batch = self.dataset.batch(samples.reshape(-1))
+        self.number += self.at_once
+        return (batch.pinned() if self.pin else batch).split(self.at_once)
 
 
 @dataclass(frozen=True)
@@ -213,8 +233,5 @@ class Validation:
     def __iter__(self) -> Iterator[Batch]:
         for i in range(len(self)):
             begin = (i * self.dp_size + self.dp_rank) * self.micro_batch
-            yield _read(
-                self.dataset,
-                range(min(begin, self.samples), min(begin + self.micro_batch, self.samples)),
-                self.micro_batch,
-            )
+            samples = np.arange(begin, begin + self.micro_batch, dtype=np.int64)
+            yield self.dataset.batch(np.where(samples < self.samples, samples, -1))
