@@ -14,7 +14,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from ..conf.load import from_plain
 from ..conf.schema import Config
@@ -74,12 +74,13 @@ class _Prefixed:
 
 def main(spec: dict[str, Any], channel: Channel, segment_fd: int) -> int:
     """Entry of a forked worker; returns its exit code. `spec`: see `start` in docs/architecture.md, "Messages"."""
+    assert sys.__stdout__ is not None and sys.__stderr__ is not None  # noqa: PT018
     faulthandler.enable(file=sys.__stderr__)
     run = RunDir(Path(spec["run"]))
     rank = int(spec["rank"])
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(spec["local_rank"]), WORLD_SIZE=str(spec["world_size"]))
-    sys.stdout = _Prefixed(sys.__stdout__, f"[{rank}] ")  # type: ignore[assignment, arg-type]
-    sys.stderr = _Prefixed(sys.__stderr__, f"[{rank}] ")  # type: ignore[assignment, arg-type]
+    sys.stdout = cast(TextIO, _Prefixed(sys.__stdout__, f"[{rank}] "))
+    sys.stderr = cast(TextIO, _Prefixed(sys.__stderr__, f"[{rank}] "))
     segment = Segment(segment_fd)
     report = Reporter(channel, int(spec["generation"]))
     try:

@@ -46,7 +46,8 @@ def main() -> int:
     targets = {"worker": worker.main, "store": store.main}
     channel.send({"kind": "ready", "seconds": round(time.monotonic() - began, 3)})
     while True:
-        readable, _, _ = select.select([channel, wake_read], [], [])
+        waitables: list[Any] = [channel, wake_read]
+        readable, _, _ = select.select(waitables, [], [])
         if wake_read in readable:
             os.read(wake_read, 4096)
             _reap(channel)
