@@ -1,0 +1,374 @@
+"""The trainer: what one optimizer step is, and what happens between steps.
+
+Owns: the order of a step, the moment at which persistent state changes (`_commit`), what a checkpoint holds and when
+one is made. Does not own: the model, the data's order, files, or what follows when a run ends or loses a rank.
+
+Persistent state (weights, optimizer state, step, consumed samples) changes only after the last collective of a step,
+so any two ranks are at most one step apart, and a step that lost a peer leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..conf.schema import Config, ParamDtype
+from ..kernels import Ops, select
+from ..launcher.run.heartbeat import Phase
+from ..launcher.run.outcome import Cause
+from .context import RunContext
+from .data.build import DataSpec, TrainingData, build_data
+from .data.dataset import Batch
+from .device import memory_gib, set_determinism
+from .evaluate import evaluate
+from .flops import flops_per_token, peak_flops
+from .grid import Grid
+from .init import initialize
+from .linear import WeightGradients
+from .metrics import Clock, StepMetrics, append
+from .model import Decoder, DropoutKey
+from .optim import AdamW
+from .params import ParamTable, decoder_table
+from .reducer import GradientReducer
+from .schedule import LearningRate
+from .state.checkpointer import Checkpointer
+from .state.entry import Entry
+
+BAD_STEPS = 5  # so many in a row, and the run has diverged
+
+
+class ConfigError(ValueError):
+    """The configuration or its input is wrong in a way that only the trainer can see; starting again does not help."""
+
+    cause = Cause.BAD_CONFIG
+
+
+class DivergedError(Exception):
+    """Loss or gradients were not finite in `BAD_STEPS` steps in a row."""
+
+    cause = Cause.DIVERGED
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How `Trainer.run` came to its end: with all steps done, or at a stop step."""
+
+    finished: bool
+    step: int
+    saved_step: int | None
+
+
+@dataclass
+class Progress:
+    """The numbers of the persistent state; with weights and optimizer state, all that a checkpoint holds."""
+
+    step: int = 0  # optimizer steps completed, skipped ones included
+    updates: int = 0  # those that changed the weights
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    bad_steps: int = 0  # skipped in a row, up to now; 0 in every checkpoint
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """A step's sums over all ranks, on the host."""
+
+    loss: float
+    tokens: int
+    grad_norm: float  # of the scaled gradient sum
+
+    @property
+    def problem(self) -> str | None:
+        """Why the step must not change the weights."""
+        if self.tokens == 0:
+            return "no target counts in this batch"
+        if not isfinite(self.loss):
+            return "the loss is not finite"
+        return None if isfinite(self.grad_norm) else "the gradient is not finite"
+
+
+class Trainer:
+    """One rank's trainer in one generation. Build, run, close; then another may be built in the same process."""
+
+    def __init__(self, config: Config, grid: Grid, context: RunContext, ops: Ops, table: ParamTable) -> None:
+        """Use `build`."""
+        self.config, self.grid, self.context, self.ops, self.table = config, grid, context, ops, table
+        self.queue = WeightGradients()
+        self.model = _build_model(config, grid, ops, self.queue)
+        table.check(self.model, grid)
+        initialize(self.model, table, grid, config.seed)
+        self.optimizer = AdamW(self.model, table, config.optim, ops)
+        self.reducer = GradientReducer(self.model, table, grid.data, int(config.parallel.bucket_mb * 2**20))
+        self.queue.sink = self.reducer
+        self.schedule = LearningRate.of(config.optim, config.train.steps)
+        self.checkpointer = Checkpointer(context, grid, config.checkpoint.keep)
+        self.progress = Progress()
+        self.clock = Clock()
+        self.data: TrainingData | None = None
+        self._saved_step: int | None = None
+        self._is_first = True
+        # Gradients are sums; this constant only keeps them in a comfortable range. The exact token count comes later.
+        self._scale = 1.0 / (config.train.global_batch * config.data.seq_len)
+        self._flops = flops_per_token(config.model, table, config.data.seq_len)
+        peak = peak_flops(grid.device, _dtype(config))
+        self._peak = None if peak is None else peak * grid.world_size
+
+    @classmethod
+    def build(cls, config: Config, grid: Grid, context: RunContext) -> Trainer:
+        """Build model, optimizer and data, and go on from the newest valid checkpoint, if there is one. Collective.
+
+        Raises:
+            ConfigError: settings, data or tokenizer do not fit together, or the data changed since the checkpoint.
+            PeerLostError: another rank is gone.
+        """
+        try:
+            set_determinism(config.precision.deterministic)
+            ops = select({"default": config.kernels.default, **config.kernels.ops}, grid.device.type)
+            trainer = cls(config, grid, context, ops, decoder_table(config.model))
+            trainer._restore_and_open()
+        except ValueError as e:
+            raise ConfigError(str(e)) from e
+        return trainer
+
+    def run(self) -> Ended:
+        """Train to the last step, or to the stop step that the pulse names.
+
+        Raises:
+            PeerLostError: another rank is gone; the state is that of the last completed step.
+            DivergedError: too many bad steps in a row.
+            ConfigError: the data is damaged.
+        """
+        pulse, steps = self.context.pulse, self.config.train.steps
+        while self.progress.step < steps:
+            stop = pulse.boundary(self.progress.step)
+            if stop is not None:
+                if stop.save:
+                    self._save()
+                return Ended(False, self.progress.step, self._saved_step)
+            self._step()
+        if self.config.checkpoint.at_end:
+            self._save()
+        pulse.enter(Phase.DONE)
+        return Ended(True, self.progress.step, self._saved_step)
+
+    def close(self) -> None:
+        """End threads, close files. Safe after an error, and twice."""
+        self.queue.clear()
+        self.reducer.close()
+        if self.data is not None:
+            self.data.close()
+            self.data = None
+
+    def entries(self) -> list[Entry]:
+        """The tensors of the persistent state, as this rank holds them."""
+        kinds = {"model": {f.name: self.table.local(self.model, f.name) for f in self.table.owned()}}
+        kinds |= {f"optim/{kind}": tensors for kind, tensors in self.optimizer.state().items()}
+        return [
+            Entry(f"{kind}/{f.name}", tensors[f.name].detach(), f.shape, self.table.box(f.name, self.grid))
+            for kind, tensors in kinds.items()
+            for f in self.table.owned()
+        ]
+
+    # One step.
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        totals = self._forward_backward()
+        with self.clock.measure("communication"):
+            self.reducer.finish()
+            self.grid.data.all_reduce(totals)
+        with self.clock.measure("optimizer"):
+            rate = self.schedule.rate(self.progress.step + 1)
+            step_totals = self._read(totals)
+            self._commit(step_totals, rate)
+        self._after_step(step_totals, rate, time.perf_counter() - began)
+
+    def _forward_backward(self) -> torch.Tensor:
+        """All micro-steps; gradients go to the reducer. Returns this rank's sums [loss, tokens], float64."""
+        assert self.data is not None
+        pulse, last = self.context.pulse, self.data.train.micro_steps - 1
+        dropout = DropoutKey(self.config.seed, self.progress.step) if self.config.model.dropout else None
+        totals = torch.zeros(2, dtype=torch.float64, device=self.grid.device)
+        self.reducer.begin_step()
+        for micro in range(last + 1):
+            pulse.enter(Phase.DATA, micro)
+            with self.clock.measure("data"):
+                batch = self._next_batch()
+            pulse.enter(Phase.STEP, micro)
+            with self.clock.measure("forward_backward"):
+                self.reducer.begin_micro_step(is_last=micro == last)
+                sums = self.model(batch, self._scale, dropout)
+                sums.objective.backward()
+                self.queue.drain()
+                totals += torch.stack([sums.loss.double(), sums.tokens.double()])
+        return totals
+
+    def _next_batch(self) -> Batch:
+        assert self.data is not None
+        try:
+            return next(self.data.train).to(self.grid.device)
+        except ValueError as e:
+            raise ConfigError(str(e)) from e
+
+    def _read(self, totals: torch.Tensor) -> _Totals:
+        """The one place in a step that waits for the device: whether to update is decided by these numbers."""
+        norm = self.ops.l2norm([self.reducer.flat])
+        loss, tokens, grad_norm = torch.cat([totals, norm.double().reshape(1)]).tolist()
+        return _Totals(loss, int(tokens), grad_norm)
+
+    def _commit(self, totals: _Totals, rate: float) -> None:
+        """Change the persistent state. No collective may follow in this step."""
+        progress = self.progress
+        if totals.problem is None:
+            exact = 1.0 / (self._scale * totals.tokens)
+            norm = totals.grad_norm * exact
+            limit = self.config.optim.clip_norm
+            clip = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
+            self.optimizer.step(self.reducer.gradients, rate, progress.updates + 1, exact * clip)
+            progress.updates += 1
+            progress.bad_steps = 0
+        else:
+            progress.bad_steps += 1
+        progress.step += 1
+        progress.consumed_samples += self.config.train.global_batch
+        progress.consumed_tokens += totals.tokens
+
+    # Between steps.
+
+    def _after_step(self, totals: _Totals, rate: float, seconds: float) -> None:
+        progress, train = self.progress, self.config.train
+        if self._is_first:
+            self.context.report("first_step", step=progress.step)
+            self._is_first = False
+        eval_loss = None
+        if train.eval_interval and progress.step % train.eval_interval == 0:
+            eval_loss = self._evaluate()
+        if self.grid.rank == 0:
+            self._write_metrics(totals, rate, seconds, eval_loss)
+        if totals.problem is not None:
+            self._bad_step(totals.problem)
+        interval = self.config.checkpoint.interval
+        if interval and progress.step % interval == 0:
+            self._save()
+
+    def _bad_step(self, problem: str) -> None:
+        progress = self.progress
+        if self.grid.rank == 0:
+            self.context.report("bad_step", step=progress.step, reason=problem, in_a_row=progress.bad_steps)
+        if progress.bad_steps >= BAD_STEPS:
+            raise DivergedError(
+                f"step {progress.step}: {problem}, for the {progress.bad_steps}th step in a row; the newest checkpoint "
+                "is from before. Lower optim.lr, lengthen optim.warmup_steps, or look at the data of these steps"
+            )
+
+    def _evaluate(self) -> float | None:
+        assert self.data is not None
+        if self.data.validation is None:
+            return None
+        began = time.perf_counter()
+        loss = evaluate(self.model, self.data.validation, self.grid, self.context.pulse)
+        if self.grid.rank == 0:
+            seconds = round(time.perf_counter() - began, 3)
+            self.context.report("eval", step=self.progress.step, loss=loss if isfinite(loss) else None, seconds=seconds)
+        return loss
+
+    def _write_metrics(self, totals: _Totals, rate: float, seconds: float, eval_loss: float | None) -> None:
+        mean = 1.0 / totals.tokens if totals.tokens else float("nan")
+        speed = totals.tokens / seconds
+        metrics = StepMetrics(
+            step=self.progress.step,
+            loss=totals.loss * mean,
+            lr=rate,
+            grad_norm=totals.grad_norm / self._scale * mean,
+            tokens=totals.tokens,
+            consumed_samples=self.progress.consumed_samples,
+            step_seconds=seconds,
+            mfu=None if self._peak is None else self._flops * speed / self._peak,
+            memory_gib=memory_gib(self.grid.device),
+            parts=self.clock.take(),
+            eval_loss=eval_loss,
+        )
+        append(self.context.attempt.metrics(self.context.generation), metrics)
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        """Save, unless this very step is saved already or was bad: what follows a bad step is not to be trusted yet."""
+        progress = self.progress
+        if progress.step == self._saved_step or progress.bad_steps:
+            return
+        self.context.pulse.enter(Phase.SAVE)
+        with self.clock.measure("save"):
+            self.checkpointer.save(progress.step, self.entries(), self._state())
+            self.checkpointer.prune()
+        self._saved_step = progress.step
+
+    def _state(self) -> dict[str, Any]:
+        """The plain values of the persistent state, JSON all the way down."""
+        assert self.data is not None
+        return {
+            "step": self.progress.step,
+            "updates": self.progress.updates,
+            "consumed_samples": self.progress.consumed_samples,
+            "consumed_tokens": self.progress.consumed_tokens,
+            "seed": self.config.seed,
+            "schedule_steps": self.config.train.steps,
+            "data": self.data.fingerprints,
+        }
+
+    def _restore_and_open(self) -> None:
+        """Weights and progress from the newest checkpoint, then the data from where it stood."""
+        restored = self.checkpointer.restore(self.entries())
+        state: dict[str, Any] = restored.manifest.state if restored is not None else {}
+        if state:
+            self._check_resumable(state)
+            self.progress = Progress(
+                state["step"], state["updates"], state["consumed_samples"], state["consumed_tokens"]
+            )
+            self._saved_step = self.progress.step
+        self.data = _open_data(self.config, self.grid, self.progress.consumed_samples, state.get("data"))
+
+    def _check_resumable(self, state: dict[str, Any]) -> None:
+        if state["seed"] != self.config.seed:
+            raise ValueError(
+                f"seed = {self.config.seed}, but the checkpoint was made with seed {state['seed']}: the order of the "
+                "data would change; set it back, or start a new run"
+            )
+
+
+def _dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.precision.params is ParamDtype.bfloat16 else torch.float32
+
+
+def _build_model(config: Config, grid: Grid, ops: Ops, queue: WeightGradients) -> Decoder:
+    model = Decoder(config.model, ops, queue)
+    return model.to(device=grid.device, dtype=_dtype(config))
+
+
+def _open_data(config: Config, grid: Grid, consumed_samples: int, fingerprints: Any) -> TrainingData:
+    data, train = config.data, config.train
+    has_eval = train.eval_interval > 0
+    return build_data(
+        [DataSpec(s.prefix, s.weight, s.name) for s in data.sources],
+        sequence_length=data.seq_len,
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        seed=config.seed,
+        dp_rank=grid.data.rank,
+        dp_size=grid.data.size,
+        consumed_samples=consumed_samples,
+        vocab_size=config.model.vocab_size,
+        tokenizer=None if data.tokenizer is None else Path(data.tokenizer),
+        validation_tokens=data.validation_tokens,
+        validation_samples=train.eval_batches * train.global_batch if has_eval else None,
+        mask_documents=data.mask_documents,
+        reset_positions=data.reset_positions,
+        shuffle_block=data.shuffle_block,
+        prefetch=data.prefetch,
+        stored_fingerprints=fingerprints,
+    )

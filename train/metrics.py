@@ -1,0 +1,85 @@
+"""One line of metrics per optimizer step, and the time a step's parts take.
+
+Owns: the line's fields and the clock. The line is appended by rank 0 to the attempt's own file; what users read as
+the run's metrics is a view over those files (launcher/run/views.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+
+from ..launcher.run.files import append_line, to_json
+
+PARTS = ("data", "forward_backward", "communication", "optimizer", "save")
+
+
+class Clock:
+    """Seconds by part since the last `take`, as the host sees them."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Count the time inside the block as `part`'s."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] += time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """Seconds by part, which then start at zero again."""
+        taken, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
+        return taken
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What is known of one step after it. Figures are of the whole run, not of this rank, where not said otherwise."""
+
+    step: int  # optimizer steps completed, this one included
+    loss: float  # cross-entropy per target token, nats
+    lr: float
+    grad_norm: float  # of the mean gradient, before clipping
+    tokens: int  # targets that counted
+    consumed_samples: int
+    step_seconds: float  # on this rank; without saves and validation
+    mfu: float | None
+    memory_gib: float  # of this rank
+    parts: dict[str, float] = field(default_factory=dict)  # seconds on this rank; `save` lies outside step_seconds
+    eval_loss: float | None = None
+
+    def line(self) -> str:
+        """JSON; numbers that are not finite become null."""
+        record = {
+            "step": self.step,
+            "loss": _number(self.loss),
+            "lr": self.lr,
+            "grad_norm": _number(self.grad_norm),
+            "tokens": self.tokens,
+            "consumed_samples": self.consumed_samples,
+            "step_seconds": round(self.step_seconds, 6),
+            "tokens_per_second": round(self.tokens / self.step_seconds, 3),
+            "mfu": None if self.mfu is None else round(self.mfu, 5),
+            "memory_gib": round(self.memory_gib, 4),
+            "parts": {part: round(seconds, 6) for part, seconds in self.parts.items()},
+            "time": round(time.time(), 3),
+        }
+        if self.eval_loss is not None:
+            record["eval_loss"] = _number(self.eval_loss)
+        return to_json(record)
+
+
+def append(path: Path, metrics: StepMetrics) -> None:
+    """Raises OSError."""
+    append_line(path, metrics.line())
+
+
+def _number(value: float) -> float | None:
+    return value if isfinite(value) else None
