@@ -3,7 +3,8 @@
 `STOKER_FAILPOINTS="checkpoint.publish@attempt=1:freeze,step@step=7@rank=1@attempt=1:exit"` in the environment makes
 the process that reaches that place with those values act once. Without the variable a failpoint costs one check of a
 module constant. Actions: `exit` (os._exit(66)), `kill` (SIGKILL to itself), `freeze` (SIGSTOP to itself), `hang`
-(sleeps for ever), `raise` (RuntimeError), `signal-NAME` (that signal to itself).
+(sleeps for ever), `raise` (RuntimeError), `signal-NAME` (that signal to itself), and `pause-MS` (sleeps that many
+milliseconds, each time).
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ def failpoint(name: str, **values: int | str) -> None:
     for point in _POINTS:
         wanted, conditions, action = point
         if wanted == name and all(str(values.get(k)) == v for k, v in conditions.items()):
+            if action.startswith("pause-"):
+                time.sleep(int(action.removeprefix("pause-")) / 1000)
+                continue
             _POINTS.remove(point)
             return _act(name, action)
 
