@@ -139,13 +139,18 @@ class _Product:
         if buffer.dtype == dy_OT.dtype:
             buffer.addmm_(dy_OT, self.x_TI, beta=int(holds_sum))
             return
-        # Half-precision factors: on CUDA the product leaves the accumulators unrounded, elsewhere it is rounded once.
-        options = {"out_dtype": buffer.dtype} if dy_OT.is_cuda else {}
-        product = torch.mm(dy_OT, self.x_TI, **options)
+        product = _narrow_product(dy_OT, self.x_TI, buffer.dtype)
         if holds_sum:
             buffer.add_(product)
         else:
             buffer.copy_(product)
+
+
+def _narrow_product(dy_OT: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of half-precision factors: on CUDA it leaves the accumulators unrounded, elsewhere rounded once."""
+    if dy_OT.is_cuda:
+        return torch.mm(dy_OT, x_TI, dtype)
+    return dy_OT @ x_TI
 
 
 class _Embed(torch.autograd.Function):

@@ -36,16 +36,22 @@ from .optim import AdamW
 from .params import ParamTable, decoder_table
 from .reducer import GradientReducer
 from .schedule import LearningRate
-from .state.checkpointer import Checkpointer
+from .state.checkpointer import Checkpointer, SaveFailedError
 from .state.entry import Entry
 
 BAD_STEPS = 5  # so many in a row, and the run has diverged
 
 
-class ConfigError(ValueError):
+class BadInputError(ValueError):
     """The configuration or its input is wrong in a way that only the trainer can see; starting again does not help."""
 
     cause = Cause.BAD_CONFIG
+
+
+class StorageError(Exception):
+    """The last checkpoint of the run could not be saved."""
+
+    cause = Cause.STORAGE
 
 
 class DivergedError(Exception):
@@ -123,7 +129,7 @@ class Trainer:
         """Build model, optimizer and data, and go on from the newest valid checkpoint, if there is one. Collective.
 
         Raises:
-            ConfigError: settings, data or tokenizer do not fit together, or the data changed since the checkpoint.
+            BadInputError: settings, data or tokenizer do not fit together, or the data changed since the checkpoint.
             PeerLostError: another rank is gone.
         """
         try:
@@ -132,7 +138,7 @@ class Trainer:
             trainer = cls(config, grid, context, ops, decoder_table(config.model))
             trainer._restore_and_open()
         except ValueError as e:
-            raise ConfigError(str(e)) from e
+            raise BadInputError(str(e)) from e
         return trainer
 
     def run(self) -> Ended:
@@ -141,7 +147,8 @@ class Trainer:
         Raises:
             PeerLostError: another rank is gone; the state is that of the last completed step.
             DivergedError: too many bad steps in a row.
-            ConfigError: the data is damaged.
+            StorageError: the final checkpoint could not be saved. (Others are tried again at the next interval.)
+            BadInputError: the data is damaged.
         """
         pulse, steps = self.context.pulse, self.config.train.steps
         while self.progress.step < steps:
@@ -152,7 +159,7 @@ class Trainer:
                 return Ended(False, self.progress.step, self._saved_step)
             self._step()
         if self.config.checkpoint.at_end:
-            self._save()
+            self._save_last()
         pulse.enter(Phase.DONE)
         return Ended(True, self.progress.step, self._saved_step)
 
@@ -213,7 +220,7 @@ class Trainer:
         try:
             return next(self.data.train).to(self.grid.device)
         except ValueError as e:
-            raise ConfigError(str(e)) from e
+            raise BadInputError(str(e)) from e
 
     def _read(self, totals: torch.Tensor) -> _Totals:
         """The one place in a step that waits for the device: whether to update is decided by these numbers."""
@@ -297,16 +304,30 @@ class Trainer:
 
     # Checkpoints.
 
-    def _save(self) -> None:
-        """Save, unless this very step is saved already or was bad: what follows a bad step is not to be trusted yet."""
+    def _save(self) -> str | None:
+        """Save, unless this very step is saved already. Returns why it was not, the same on all ranks.
+
+        After a bad step nothing is saved: whether the weights are sound shows only in the next good step.
+        """
         progress = self.progress
-        if progress.step == self._saved_step or progress.bad_steps:
-            return
+        if progress.step == self._saved_step:
+            return None
+        if progress.bad_steps:
+            return f"step {progress.step} was bad"
         self.context.pulse.enter(Phase.SAVE)
         with self.clock.measure("save"):
-            self.checkpointer.save(progress.step, self.entries(), self._state())
+            try:
+                self.checkpointer.save(progress.step, self.entries(), self._state())
+            except SaveFailedError as e:  # reported by the checkpointer; the older checkpoints are as they were
+                return str(e)
+            self._saved_step = progress.step
             self.checkpointer.prune()
-        self._saved_step = progress.step
+        return None
+
+    def _save_last(self) -> None:
+        problem = self._save()
+        if problem is not None:
+            raise StorageError(f"the run is done, but its last state is not saved: {problem}")
 
     def _state(self) -> dict[str, Any]:
         """The plain values of the persistent state, JSON all the way down."""

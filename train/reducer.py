@@ -89,8 +89,9 @@ class GradientReducer:
         self._works.clear()
 
     def _take(self, parameter: Tensor) -> None:
-        """Gradients that autograd itself accumulates (norms) come this way."""
-        assert parameter.grad is not None
+        """Gradients that autograd itself accumulates (norms) come this way; for the others the hook sees None."""
+        if parameter.grad is None:
+            return
         gradient, holds_sum = self.target(parameter)
         if holds_sum:
             gradient.add_(parameter.grad)
