@@ -124,8 +124,10 @@ def losses_from_stats(
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(losses, lse) per token from statistics of the whole vocabulary; all arguments and results of one shape."""
-    lse = maximum + sumexp.log()
-    losses = lse - target_logit
+    log_sum = sumexp.log()
+    lse = maximum + log_sum
+    # Not lse - target_logit: at large logits that difference has lost the digits of log_sum.
+    losses = (maximum - target_logit).add_(log_sum)
     if z_loss != 0.0:
         losses = losses + z_loss * lse.square()
     return losses.masked_fill(targets == ignore_index, 0.0), lse
@@ -137,7 +139,7 @@ def check_targets(targets: Tensor, tokens: torch.Size, n_classes: int, ignore_in
         raise ValueError(
             f"cross_entropy: targets is {targets.dtype} {tuple(targets.shape)}, expected int64 {tuple(tokens)}"
         )
-    if targets.device.type != "cpu":
+    if targets.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bad = ((targets < 0) | (targets >= n_classes)) & (targets != ignore_index)
     if bool(bad.any()):
