@@ -1,0 +1,63 @@
+"""From what a person types (a directory, a job id) to a run.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import slurm
+from .errors import UserError
+from .run.layout import RunDir, open_run
+from .run.submissions import submissions
+
+DEFAULT_ROOT = "runs"  # conf.schema.Config.run_root
+_JOB = re.compile(r"\d+(_\d+)?")
+
+
+def find_run(text: str) -> RunDir:
+    """The run named by its directory, by its name below ./runs, or by the id of one of its jobs.
+
+    Raises:
+        UserError: there is none.
+    """
+    for path in (Path(text), Path(DEFAULT_ROOT) / text):
+        if (path / "run.json").is_file():
+            return open_run(path)
+    if not _JOB.fullmatch(text):
+        raise UserError(f"{text}: no run directory (no run.json in it) and no job id; `stoker status` lists runs")
+    for run in runs_below(Path(DEFAULT_ROOT)):
+        if any(s.job_id == text for s in submissions(run)):
+            return run
+    # A job works in its run directory.
+    for job in slurm.squeue([text]) or []:
+        if (Path(job.workdir) / "run.json").is_file():
+            return open_run(job.workdir)
+    raise UserError(
+        f"job {text}: no run below ./{DEFAULT_ROOT} has it, and Slurm knows no such job; name the directory"
+    )
+
+
+def runs_below(root: Path) -> list[RunDir]:
+    """The runs directly below a directory, by name."""
+    if not root.is_dir():
+        return []
+    return [RunDir(p.resolve()) for p in sorted(root.iterdir()) if (p / "run.json").is_file() and p.name[0] != "."]
+
+
+def find_runs(texts: Iterable[str]) -> list[RunDir]:
+    """Every run that is meant: each text a run, a job id, or a directory of runs; none: those below ./runs.
+
+    Raises:
+        UserError: a text names nothing.
+    """
+    found: dict[Path, RunDir] = {}
+    for text in list(texts) or [DEFAULT_ROOT]:
+        path = Path(text)
+        is_root = path.is_dir() and not (path / "run.json").is_file() and not _JOB.fullmatch(text)
+        for run in runs_below(path) if is_root else [] if text == DEFAULT_ROOT else [find_run(text)]:
+            found.setdefault(run.path, run)
+    return list(found.values())

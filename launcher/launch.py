@@ -1,0 +1,112 @@
+"""`stoker launch KEY=VALUE ...`: freeze a run and submit it.
+
+Owns: the verb's arguments, what is printed, and taking the run directory away again when Slurm refuses. The steps are
+prepare.py's, freeze.py's and executor.py's; they are imported after the arguments are read, so that help is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from .local import local_log, start_detached
+from .options import parser, request
+from .run.layout import RunDir
+from .run.outcome import EXIT_FINISHED
+from .run.submissions import new_submission
+
+if TYPE_CHECKING:
+    from .prepare import Prepared
+
+
+def main(argv: list[str]) -> int:
+    p = parser("launch", "Freeze a run and submit it to Slurm; cluster=local starts it in the background.")
+    p.add_argument("--no-submit", action="store_true", help="freeze, and print the sbatch line")
+    p.add_argument("--wait", action="store_true", help="wait for the run's end and exit with its exit code")
+    p.add_argument("--follow", action="store_true", help="the same, and show the logs meanwhile")
+    arguments = p.parse_intermixed_args(argv)
+    from ..conf.schema import ClusterKind
+    from .freeze import freeze
+    from .prepare import prepare
+
+    is_trial = arguments.dry_run or arguments.no_submit
+    prepared = prepare(request("launch", argv, arguments), needs_slurm=not is_trial)
+    warn(prepared)
+    if arguments.dry_run:
+        show(prepared)
+        return EXIT_FINISHED
+    root_is_new = not prepared.plan.directory.parent.exists()
+    run = freeze(prepared.plan, os.environ)
+    print(f"run directory: {run.path}")
+    is_local = prepared.config.cluster.kind is ClusterKind.local
+    if arguments.no_submit:
+        print(f"to start it:   {_start_line(run, is_local)}")
+        return EXIT_FINISHED
+    if is_local:
+        _start_here(run)
+    else:
+        _submit(run, root_is_new)
+    if arguments.wait or arguments.follow:
+        return wait(run, arguments.follow)
+    for verb in ("status", "logs -f", "cancel"):
+        print(f"next:          stoker {verb} {shlex.quote(str(run.path))}")
+    return EXIT_FINISHED
+
+
+def warn(prepared: Prepared) -> None:
+    for line in prepared.warnings:
+        print(f"stoker: warning: {line}", file=sys.stderr)
+
+
+def show(prepared: Prepared) -> None:
+    """What a launch would freeze and submit."""
+    plan = prepared.plan
+    print(f"# would be made: {plan.directory} ({len(plan.snapshot.files)} files of code)")
+    print(f"# config.yaml\n{plan.yaml}")
+    print(f"# submit.sbatch\n{plan.script}", end="")
+
+
+def _start_line(run: RunDir, is_local: bool) -> str:
+    script = shlex.quote(str(run.script))
+    return f"stoker resume {shlex.quote(str(run.path))}" if is_local else f"sbatch {script}"
+
+
+def _start_here(run: RunDir) -> None:
+    process = start_detached(new_submission(run, "local"))
+    print(f"in background: process {process.pid}, output in {local_log(run)}")
+
+
+def _submit(run: RunDir, root_is_new: bool) -> None:
+    from .executor import FrozenRun, StokerExecutor
+    from .freeze import discard
+    from .submit import SubmissionError
+
+    try:
+        job = StokerExecutor(run.path.parent).submit(FrozenRun(run.path))
+    except SubmissionError as e:
+        if not e.may_be_queued:
+            discard(run, with_root=root_is_new)
+            raise
+        hint = f"{run.path} is kept: if no job of yours shows up in `squeue --me`, `stoker resume` submits it again"
+        raise SubmissionError(f"{e}\n{hint}", may_be_queued=True) from e
+    print(f"job:           {job.job_id}")
+
+
+def wait(run: RunDir, is_following: bool) -> int:
+    """Wait for the run's end; its exit code. Ctrl-C ends the waiting, not the run."""
+    from .logs import follower
+    from .watch import wait_for_end
+
+    out = follower(run)
+    try:
+        end = wait_for_end(run, out.poll if is_following else lambda: False)
+    except KeyboardInterrupt:
+        print(f"\nthe run goes on; to stop it: stoker cancel {shlex.quote(str(run.path))}", file=sys.stderr)
+        return 130
+    if is_following:
+        out.poll(with_torn=True)
+    print(f"{end.state.value} {end.detail}".rstrip())
+    assert end.exit_code is not None
+    return end.exit_code

@@ -1,0 +1,123 @@
+"""From `key=value` arguments to a plan that can be frozen: compose, check, ask the live Slurm, collect the code.
+
+Owns: the order of the steps, and that all problems are told at once. Nothing is written here. Imports Hydra, so verbs
+import this module only after they have read their arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import __version__
+from ..conf.checks import check
+from ..conf.compose import compose
+from ..conf.schema import ClusterKind, Config
+from . import code, environment, lints, slurm
+from .errors import UserError
+from .freeze import Plan, new_id
+from .render import render, script_of
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asked for on the command line."""
+
+    overrides: tuple[str, ...]
+    config_dir: Path | None
+    run_dir: Path | None  # None: <run_root>/<name>-<id>
+    command: tuple[str, ...]
+    cwd: Path
+
+
+@dataclass(frozen=True)
+class Prepared:
+    plan: Plan
+    config: Config
+    warnings: tuple[str, ...]
+
+
+def prepare(request: Request, needs_slurm: bool) -> Prepared:
+    """Everything that can be found wrong before anything is made.
+
+    Args:
+        needs_slurm: the run will be submitted; without sbatch that is an error for cluster.kind=slurm.
+
+    Raises:
+        UserError, ConfigError: with all problems, one per line.
+    """
+    composed = compose(request.overrides, request.config_dir)
+    config = composed.config
+    errors, warnings = problems_of(config, needs_slurm)
+    run_id = new_id()
+    directory = request.run_dir or Path(config.run_root) / f"{config.name}-{run_id}"
+    python = interpreter(config, request.cwd)
+    script = ""
+    try:
+        script = render(script_of(config, directory, run_id, __version__, python))
+    except ValueError as e:
+        errors.append(str(e))
+    if errors:
+        raise UserError("\n".join(errors))
+    snapshot = code.collect(request.cwd)
+    if snapshot.left_out:
+        warnings.append(f"left out of the code snapshot, since they look like keys: {', '.join(snapshot.left_out)}")
+    plan = Plan(
+        directory=directory,
+        run_id=run_id,
+        name=config.name,
+        seed=config.seed,
+        plain=composed.plain,
+        yaml=composed.yaml,
+        overrides=composed.overrides,
+        command=request.command,
+        cwd=request.cwd,
+        python=python,
+        script=script,
+        snapshot=snapshot,
+    )
+    return Prepared(plan, config, tuple(warnings))
+
+
+def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]]:
+    """(errors, warnings) of a configuration, for a launch and for a changed resume alike.
+
+    Raises:
+        UserError: Slurm is needed and is not here.
+    """
+    found = check(config)
+    errors = [str(p) for p in found if p.severity == "error"]
+    warnings = [str(p) for p in found if p.severity != "error"]
+    errors += _secrets_in(config) + _bad_name(config.name)
+    if config.cluster.kind is ClusterKind.slurm and (needs_slurm or slurm.is_available()):
+        live = lints.live(config)
+        errors += live.errors
+        warnings += live.warnings
+    return list(dict.fromkeys(errors)), list(dict.fromkeys(warnings))
+
+
+def interpreter(config: Config, cwd: Path) -> str:
+    """The interpreter inside the job; a relative path is meant from here."""
+    chosen = config.cluster.python or sys.executable
+    return os.path.normpath(cwd / Path(chosen).expanduser()) if "/" in chosen else chosen
+
+
+def _secrets_in(config: Config) -> list[str]:
+    """Keys must not get into the script or the run directory. Their values are not repeated here."""
+    advice = "keys never go into a run directory; set it in your shell, the job gets your environment"
+    found = [f"cluster.env.{name}: {advice}" for name in config.cluster.env if environment.is_secret(name)]
+    for line in config.cluster.setup:
+        found += [
+            f"cluster.setup sets {name} to a written-out value: {advice}, or read it from a file: {name}=$(cat FILE)"
+            for name in environment.secrets_in(line)
+        ]
+    return found
+
+
+def _bad_name(name: str) -> list[str]:
+    if not name or name.startswith((".", "-")) or "/" in name or not name.isprintable() or len(name.encode()) > 100:
+        expected = "a file name of at most 100 bytes that does not start with . or -"
+        return [f"name={name!r}: becomes the name of the directory and of the job; expected {expected}"]
+    return []

@@ -1,0 +1,60 @@
+"""Knowing a process again: by host, pid and start time, so that a reused pid is never taken for it.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    host: str
+    pid: int
+    start: int  # clock ticks since boot
+
+    @staticmethod
+    def own() -> ProcessId:
+        start = start_ticks(os.getpid())
+        assert start is not None
+        return ProcessId(socket.gethostname(), os.getpid(), start)
+
+    @staticmethod
+    def of(record: dict[str, Any]) -> ProcessId | None:
+        try:
+            return ProcessId(str(record["host"]), int(record["pid"]), int(record["start"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def is_alive(self) -> bool | None:
+        """None if it lives, or lived, on another host."""
+        if self.host != socket.gethostname():
+            return None
+        return start_ticks(self.pid) == self.start
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a running process; None if there is none (a zombie has ended)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The command's name, in parentheses, may itself hold spaces and parentheses.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def command_line(pid: int) -> list[str]:
+    """Arguments of a running process, empty if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="surrogateescape").split("\0")[:-1]
+    except OSError:
+        return []

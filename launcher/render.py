@@ -1,0 +1,166 @@
+"""The batch script as a pure function of typed values.
+
+Owns: which #SBATCH lines a configuration means, and their quoting. The text is slurm_templates/'s; submitting it is
+executor.py's.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from ..conf.schema import ClusterConfig, ClusterKind, Config, Continuation
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "slurm_templates"
+Value = str | int | bool | None
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./=\[\]-]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# What stoker itself decides; `cluster.sbatch` may not turn it round.
+_OURS = """array chdir cpus-per-task error export gpus-per-node job-name mem no-requeue nodes ntasks ntasks-per-node
+    open-mode output parsable quiet requeue signal test-only wait wrap"""
+RESERVED = frozenset(_OURS.split())
+
+
+@dataclass(frozen=True)
+class Script:
+    """Everything the template needs.
+
+    `options` are sbatch's long options; None and False are left out, True is a bare flag. `setup` lines are shell text
+    and go in as they are; everything else is quoted.
+    """
+
+    run_dir: str
+    run_id: str
+    version: str
+    python: str
+    options: tuple[tuple[str, Value], ...]
+    env: tuple[tuple[str, str], ...]
+    setup: tuple[str, ...]
+
+
+def script_of(config: Config, run_dir: Path, run_id: str, version: str, python: str) -> Script:
+    """What a configuration means for the script.
+
+    Raises:
+        ValueError: a value cannot stand in an #SBATCH line or an environment variable; names the field.
+    """
+    cluster = config.cluster
+    env = {"OMP_NUM_THREADS": str(cluster.omp_threads)} | dict(cluster.env)
+    for name in env:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"cluster.env: {name!r} is no name for an environment variable; expected [A-Za-z_]\\w*")
+    options = _options(config, run_dir) if cluster.kind is ClusterKind.slurm else ()
+    return Script(
+        str(run_dir), run_id, version, python, options, tuple((n, str(v)) for n, v in env.items()), tuple(cluster.setup)
+    )
+
+
+def _options(config: Config, run_dir: Path) -> tuple[tuple[str, Value], ...]:
+    cluster = config.cluster
+    requeue = config.resilience.continuation is Continuation.requeue
+    return (
+        ("job-name", config.name),
+        *_resources(cluster),
+        *((name, _extra(name, value)) for name, value in cluster.sbatch.items()),
+        ("chdir", str(run_dir)),
+        # Relative to the run directory, whose own name may hold a %.
+        ("output", "slurm/%j.log"),
+        ("open-mode", "append"),
+        ("export", "ALL"),
+        ("signal", f"B:USR1@{config.resilience.warning}"),
+        ("requeue" if requeue else "no-requeue", True),
+    )
+
+
+def _resources(cluster: ClusterConfig) -> tuple[tuple[str, Value], ...]:
+    return (
+        ("nodes", cluster.nodes),
+        ("ntasks-per-node", 1),
+        ("cpus-per-task", cluster.cpus_per_task),
+        ("gpus-per-node", cluster.gpus_per_node or None),
+        ("mem", cluster.mem),
+        ("time", cluster.time),
+        ("partition", cluster.partition),
+        ("account", cluster.account),
+        ("qos", cluster.qos),
+        ("constraint", cluster.constraint),
+        ("nodelist", cluster.nodelist),
+        ("exclude", cluster.exclude),
+        ("reservation", cluster.reservation),
+        ("exclusive", cluster.exclusive),
+    )
+
+
+def _extra(name: str, value: str | None) -> Value:
+    if not _OPTION.fullmatch(name):
+        raise ValueError(
+            f"cluster.sbatch: {name!r} is no long option of sbatch; write it without the dashes, lower-case"
+        )
+    if name in RESERVED:
+        raise ValueError(
+            f"cluster.sbatch.{name}: this option is set by stoker itself; use its own field, or leave it out"
+        )
+    if value is None or str(value).lower() in ("", "true"):
+        return True
+    return False if str(value).lower() == "false" else str(value)
+
+
+def option_line(name: str, value: Value) -> str | None:
+    """`--name=value` as an #SBATCH line takes it; None if it is to be left out.
+
+    Raises:
+        ValueError: the value holds a newline or another control character.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return f"--{name}"
+    text = str(value)
+    if _CONTROL.search(text):
+        raise ValueError(f"sbatch option {name}: {text!r} holds a control character; expected a single line")
+    if _PLAIN.fullmatch(text):
+        return f"--{name}={text}"
+    # sbatch knows both quotes, and a backslash in or out of them takes the next character as it is.
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{name}="{escaped}"'
+
+
+def render(script: Script, template: str = "supervisor.sbatch.j2") -> str:
+    """The text of the batch script.
+
+    Raises:
+        ValueError: a value cannot be written there.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # shell, not HTML: every value goes through `sh`
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["sh"] = _shell
+    environment.filters["comment"] = lambda text: _CONTROL.sub("?", str(text))
+    lines = [option_line(name, value) for name, value in script.options]
+    return environment.get_template(template).render(
+        options=[line for line in lines if line is not None],
+        run_dir=script.run_dir,
+        run_id=script.run_id,
+        version=script.version,
+        python=script.python,
+        env=script.env,
+        setup=script.setup,
+    )
+
+
+def _shell(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(f"{text!r}: a NUL character cannot be passed to a program")
+    return shlex.quote(text)

@@ -1,0 +1,208 @@
+"""Slurm's commands: thin calls, and pure parsers of what they print.
+
+Owns: every sbatch, squeue, scancel and scontrol call of the launching side. What their answers mean for a run is
+state.py's, whether to try again is submit.py's. Standard library only.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .environment import without_outer_job
+from .errors import environment_error
+
+TIMEOUT = 30.0  # seconds a Slurm command may take; slurmctld answers in milliseconds or is in trouble
+_SEPARATOR = "\x1f"  # no run directory, comment or reason has it
+_FIELDS = ("%i", "%T", "%M", "%N", "%r", "%Z", "%k")
+_JOB_ID = re.compile(r"\s*(\d+)(?:;(\S+))?\s*")
+_JOB_ID_WORDS = re.compile(r"Submitted batch job (\d+)(?: on cluster (\S+))?")
+# What sbatch says when it lost the controller's answer: the job may be in the queue all the same.
+_UNSURE = re.compile(
+    r"timed out|time-?out|zero bytes|unable to contact|connect failure|communication|connection|"
+    r"unexpected message|unexpected (?:eof|end)|socket|interrupted|temporarily|try again",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a command ended. `code` is None if it was stopped after the time-out."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job as squeue shows it, finished ones included as long as Slurm remembers them (minutes)."""
+
+    job_id: str  # array tasks as 12_3
+    state: str  # PENDING, RUNNING, COMPLETED, ...
+    elapsed: str
+    nodes: str  # host list, empty while pending
+    reason: str
+    workdir: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: str
+    is_default: bool
+    is_up: bool
+    max_time: int | None  # seconds; None = no limit
+    default_time: int | None  # seconds; None = none set (then max_time counts) or no limit
+    total_nodes: int
+    max_nodes: int | None  # per job; None = no limit
+    preempt_mode: str
+
+
+def is_available() -> bool:
+    """Whether sbatch can be found."""
+    return shutil.which("sbatch") is not None
+
+
+def call(argv: Sequence[str], timeout: float = TIMEOUT) -> Reply:
+    """Run a Slurm command outside of whatever job this process is in.
+
+    Raises:
+        UserError: there is no such command on this machine.
+    """
+    env = without_outer_job(os.environ)
+    try:
+        done = subprocess.run(
+            list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, env=env, check=False
+        )
+    except FileNotFoundError as e:
+        raise environment_error(
+            f"no Slurm here ({argv[0]} not found): use cluster=local, or run this where Slurm's commands are"
+        ) from e
+    except subprocess.TimeoutExpired as e:
+        return Reply(None, os.fsdecode(e.stdout or b""), os.fsdecode(e.stderr or b""))
+    return Reply(done.returncode, os.fsdecode(done.stdout), os.fsdecode(done.stderr))
+
+
+def sbatch(script: Path, options: Sequence[str], timeout: float) -> Reply:
+    return call(["sbatch", "--parsable", *options, str(script)], timeout)
+
+
+def squeue(job_ids: Iterable[str] | None = None, cluster: str | None = None) -> list[QueuedJob] | None:
+    """Jobs known to Slurm, in one call: the given ones, or all of this user. None if Slurm does not answer.
+
+    Never raises for want of Slurm: the files of a run say most of it.
+    """
+    command = ["squeue", "--noheader", "--states=all", f"--format={_SEPARATOR.join(_FIELDS)}"]
+    if cluster:
+        command.append(f"--clusters={cluster}")
+    if job_ids is None:
+        command.append(f"--user={getpass.getuser()}")
+    else:
+        wanted = sorted(set(job_ids))
+        if not wanted:
+            return []
+        command.append(f"--jobs={','.join(wanted)}")
+    if shutil.which("squeue") is None:
+        return None
+    reply = call(command)
+    if reply.code == 0:
+        return parse_squeue(reply.out)
+    # A single id that Slurm has forgotten is an error for squeue; among several it is left out silently.
+    return [] if "Invalid job id" in reply.err else None
+
+
+def scancel(job_id: str, cluster: str | None = None) -> Reply:
+    return call(["scancel", *([f"--clusters={cluster}"] if cluster else []), job_id])
+
+
+def partitions() -> list[Partition]:
+    """The partitions this user can see; empty if Slurm does not say."""
+    reply = call(["scontrol", "show", "partition", "--oneliner"])
+    return parse_partitions(reply.out) if reply.code == 0 else []
+
+
+def configuration() -> dict[str, str]:
+    """Slurm's configuration as scontrol shows it; empty if Slurm does not say."""
+    reply = call(["scontrol", "show", "config"])
+    return parse_configuration(reply.out) if reply.code == 0 else {}
+
+
+def is_sure_refusal(reply: Reply) -> bool:
+    """Whether sbatch's failure means that no job was made, rather than that the answer was lost."""
+    return reply.code is not None and reply.code > 0 and not _UNSURE.search(reply.err)
+
+
+def parse_job_id(text: str) -> tuple[str, str | None] | None:
+    """(job id, cluster) from what `sbatch --parsable` printed; sites print banners around it.
+
+    None if there is no id, or more than one line could be it.
+    """
+    found = {(m[1], m[2]) for m in map(_JOB_ID.fullmatch, text.splitlines()) if m}
+    if not found:
+        found = {(m[1], m[2]) for m in _JOB_ID_WORDS.finditer(text)}
+    return found.pop() if len(found) == 1 else None
+
+
+def parse_squeue(text: str) -> list[QueuedJob]:
+    """Rows of our own format; lines that do not fit (`CLUSTER: name`, warnings) are passed over."""
+    rows = (line.split(_SEPARATOR) for line in text.splitlines())
+    return [QueuedJob(*(cell.strip() for cell in row)) for row in rows if len(row) == len(_FIELDS)]
+
+
+def _pairs(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def parse_partitions(text: str) -> list[Partition]:
+    """From `scontrol show partition --oneliner`."""
+    return [_partition(fields) for fields in map(_pairs, text.splitlines()) if "PartitionName" in fields]
+
+
+def _partition(fields: dict[str, str]) -> Partition:
+    max_nodes = fields.get("MaxNodes", "UNLIMITED")
+    default_time = fields.get("DefaultTime", "NONE")
+    return Partition(
+        name=fields["PartitionName"],
+        is_default=fields.get("Default") == "YES",
+        is_up=fields.get("State", "UP") == "UP",
+        max_time=parse_time(fields.get("MaxTime", "UNLIMITED")),
+        default_time=None if default_time == "NONE" else parse_time(default_time),
+        total_nodes=int(fields.get("TotalNodes", "0")),
+        max_nodes=int(max_nodes) if max_nodes.isdigit() else None,
+        preempt_mode=fields.get("PreemptMode", ""),
+    )
+
+
+def parse_configuration(text: str) -> dict[str, str]:
+    """From `scontrol show config`: `Key   = value` lines."""
+    found = (line.split("=", 1) for line in text.splitlines() if " = " in line)
+    return {key.strip(): value.strip() for key, value in found}
+
+
+def parse_time(text: str) -> int | None:
+    """Seconds of any of Slurm's time forms (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s); None = no limit.
+
+    Raises:
+        ValueError: none of these forms.
+    """
+    if text.strip().upper() in ("UNLIMITED", "INFINITE", "-1"):
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is no time for Slurm; expected e.g. 90, 30:00, 4:00:00, 2-12 or 2-12:00:00")
+    days, *rest = match.groups()
+    numbers = [int(n) for n in rest if n is not None]
+    if days is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

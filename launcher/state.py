@@ -1,0 +1,205 @@
+"""What state a run is in: one judgement from its files and from what squeue says, used by every verb.
+
+Owns: gathering the facts (`look`) and judging them (`judge`, pure). Files are read after squeue was asked: a job that
+ends in between then shows its outcome. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from . import local, slurm
+from .run.files import read_json
+from .run.layout import AttemptDir, RunDir
+from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, Cause, Next, Outcome
+from .run.submissions import Submission, submissions
+from .slurm import QueuedJob
+
+Queue = Mapping[str, QueuedJob]  # by job id
+
+
+class State(str, Enum):
+    FROZEN = "FROZEN"  # never submitted
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    REQUEUED = "REQUEUED"  # it has run, and waits to go on
+    HELD = "HELD"  # waits until somebody releases it
+    SUSPENDED = "SUSPENDED"
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    INTERRUPTED = "INTERRUPTED"  # it would go on, but nothing will start it
+    UNKNOWN = "UNKNOWN"
+
+
+@dataclass(frozen=True)
+class RunState:
+    state: State
+    detail: str = ""  # for people: Slurm's reason, the cause, what to do
+    exit_code: int | None = None  # set once nothing will happen any more without a person
+
+    @property
+    def is_over(self) -> bool:
+        return self.exit_code is not None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the newest submission."""
+
+    mode: str | None  # sbatch, local, salloc, adopted; None: there is no submission
+    job_id: str | None
+    is_cancelled: bool
+    attempts: int  # of this submission
+    outcome: Outcome | None  # of its newest attempt
+    job: QueuedJob | None
+    queue_known: bool  # whether Slurm answered
+    loop_alive: bool | None = None  # of a local run; None: on another host
+
+
+def queue_of(runs: Iterable[RunDir]) -> Queue | None:
+    """What Slurm says of the newest job of each run: one squeue call (one per cluster, where there are several).
+
+    None if Slurm does not answer or is not here.
+    """
+    wanted: dict[str | None, list[str]] = {}
+    for run in runs:
+        for submission in submissions(run)[-1:]:
+            job_id = submission.job_id
+            if job_id:
+                wanted.setdefault(cluster_of(submission), []).append(job_id)
+    found: dict[str, QueuedJob] = {}
+    for cluster, job_ids in wanted.items():
+        jobs = slurm.squeue(job_ids, cluster)
+        if jobs is None:
+            return None
+        found |= {job.job_id: job for job in jobs}
+    return found
+
+
+def cluster_of(submission: Submission) -> str | None:
+    """The cluster that took the job, where sbatch named one."""
+    try:
+        name = read_json(submission.run.submissions / f"{submission.number:04d}.job.json").get("cluster")
+    except FileNotFoundError:
+        return None
+    return str(name) if name else None
+
+
+def look(run: RunDir, queue: Queue | None) -> RunState:
+    """Judge a run. `queue`: asked before this call; None where Slurm does not answer."""
+    return judge(facts(run, queue))
+
+
+def facts(run: RunDir, queue: Queue | None) -> Facts:
+    found = submissions(run)
+    if not found:
+        return Facts(None, None, False, 0, None, None, queue is not None)
+    newest = found[-1]
+    mine = attempts_of(run, newest)
+    job_id = newest.job_id
+    return Facts(
+        mode=str(newest.intention.get("mode")),
+        job_id=job_id,
+        is_cancelled=newest.is_cancelled,
+        attempts=len(mine),
+        outcome=Outcome.read(mine[-1]) if mine else None,
+        job=queue.get(job_id) if queue is not None and job_id else None,
+        queue_known=queue is not None,
+        loop_alive=_loop_alive(newest),
+    )
+
+
+def attempts_of(run: RunDir, submission: Submission) -> list[AttemptDir]:
+    """The attempts of a submission, oldest first. One that has not said yet whose it is belongs to the newest."""
+    found = []
+    for attempt in run.all_attempts():
+        try:
+            number = read_json(attempt.start).get("submission", submission.number)
+        except (FileNotFoundError, ValueError):
+            number = submission.number
+        if number == submission.number:
+            found.append(attempt)
+    return found
+
+
+def _loop_alive(submission: Submission) -> bool | None:
+    process = local.loop_process(submission)
+    return False if process is None else process.is_alive()
+
+
+def judge(f: Facts) -> RunState:
+    if f.mode is None:
+        return RunState(State.FROZEN, "never submitted; `sbatch submit.sbatch` in its directory starts it")
+    if f.outcome is not None and f.outcome.next is Next.NOTHING:
+        return _final(f.outcome)
+    if f.mode in ("local", "salloc"):
+        return _local(f)
+    if f.job is not None:
+        return _queued(f, f.job)
+    if f.is_cancelled:
+        return RunState(State.CANCELLED, "by `stoker cancel`", EXIT_CANCELLED)
+    if not f.queue_known:
+        return RunState(State.UNKNOWN, "Slurm does not answer here; the files do not say how it ended")
+    if f.job_id is None:
+        return RunState(State.UNKNOWN, "Slurm has not told the job's id; see `squeue --me`")
+    return _gone(f, f"job {f.job_id} is no longer known to Slurm")
+
+
+def _final(outcome: Outcome) -> RunState:
+    if outcome.cause is Cause.FINISHED:
+        return RunState(State.FINISHED, "", EXIT_FINISHED)
+    if outcome.cause is Cause.CANCELLED:
+        return RunState(State.CANCELLED, outcome.reason, outcome.exit_code or EXIT_CANCELLED)
+    return RunState(State.FAILED, f"{outcome.cause.value}: {outcome.reason}", outcome.exit_code or EXIT_FAILED)
+
+
+def _local(f: Facts) -> RunState:
+    if f.loop_alive is None:
+        return RunState(State.UNKNOWN, "it was started on another host")
+    if f.loop_alive:
+        if f.outcome is not None:
+            return RunState(State.REQUEUED, f"after {f.outcome.cause.value}; starts again at once")
+        return RunState(State.RUNNING if f.attempts else State.PENDING, "" if f.attempts else "starting")
+    if f.is_cancelled:
+        return RunState(State.CANCELLED, "", EXIT_CANCELLED)
+    return _gone(f, "its process is gone")
+
+
+def _queued(f: Facts, job: QueuedJob) -> RunState:
+    """A job that squeue shows. Everything that is not known to be an end counts as going on."""
+    ran = f.attempts > 0
+    if job.state == "PENDING" and ("held" in job.reason.lower() or job.reason == "launch_failed_requeued_held"):
+        return RunState(State.HELD, f"{job.reason}: `scontrol release {job.job_id}` lets it go on")
+    if job.state in ("REQUEUE_HOLD", "SPECIAL_EXIT"):
+        return RunState(State.HELD, f"{job.state}: `scontrol release {job.job_id}` lets it go on")
+    if job.state in ("PENDING", "REQUEUED", "REQUEUE_FED"):
+        return RunState(State.REQUEUED if ran else State.PENDING, job.reason)
+    if job.state == "CONFIGURING":
+        return RunState(State.REQUEUED if ran else State.PENDING, "nodes are being set up")
+    if job.state in ("SUSPENDED", "STOPPED"):
+        return RunState(State.SUSPENDED, "by Slurm")
+    if job.state == "CANCELLED":
+        return RunState(State.CANCELLED, "by scancel" if not f.is_cancelled else "by `stoker cancel`", EXIT_CANCELLED)
+    if job.state in _ENDED:
+        return _gone(f, f"Slurm ended job {job.job_id} as {job.state}")
+    if f.outcome is not None:
+        return RunState(State.REQUEUED, f"after {f.outcome.cause.value}; the job is being requeued")
+    return RunState(State.RUNNING, "ending" if job.state == "COMPLETING" else "" if ran else "starting")
+
+
+_ENDED = frozenset(
+    ("BOOT_FAIL", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
+)
+
+
+def _gone(f: Facts, how: str) -> RunState:
+    """Nothing works on the run any more, and no attempt said that this was the end."""
+    if f.outcome is not None:
+        detail = f"after {f.outcome.cause.value}, {how} and was not started again; `stoker resume` goes on"
+        return RunState(State.INTERRUPTED, detail, EXIT_FAILED)
+    if not f.attempts:
+        return RunState(State.FAILED, f"{how} before the supervisor started; see slurm/*.log", EXIT_FAILED)
+    return RunState(State.FAILED, f"{how} and nothing says why; `stoker resume` goes on", EXIT_FAILED)

@@ -1,0 +1,98 @@
+"""Getting a script accepted by Slurm exactly once, whatever happens to the answer.
+
+Owns: the retry policy around sbatch. Each submission carries a unique token in the job's comment; before anything is
+sent a second time, squeue is asked for that token. Standard library only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import slurm
+from .errors import UserError
+from .run.outcome import EXIT_FAILED
+
+TRIES = 3
+SBATCH_TIMEOUT = 60.0  # seconds; sbatch itself retries for MessageTimeout, 10 s by default
+_LOOKUPS = (1.0, 3.0, 6.0)  # seconds to wait before each look for a job whose answer was lost
+
+
+class SubmissionError(UserError):
+    """No job, or none that is known. `may_be_queued`: Slurm did not say whether it took the job."""
+
+    def __init__(self, message: str, may_be_queued: bool) -> None:
+        super().__init__(message, EXIT_FAILED)
+        self.may_be_queued = may_be_queued
+
+
+@dataclass(frozen=True)
+class Accepted:
+    job_id: str
+    cluster: str | None
+
+
+def comment_of(token: str, own_comment: str | None = None) -> str:
+    """The job's comment: the user's, if any, and our token."""
+    return f"{own_comment} stoker:{token}" if own_comment else f"stoker:{token}"
+
+
+def submit(
+    script: Path, token: str, own_comment: str | None = None, sleep: Callable[[float], None] = time.sleep
+) -> Accepted:
+    """Submit `script`; returns the one job that was accepted.
+
+    Raises:
+        SubmissionError: Slurm refused (its words are in the message), or did not answer.
+        UserError: there is no sbatch here.
+    """
+    comment = comment_of(token, own_comment)
+    for attempt in range(TRIES):
+        reply = slurm.sbatch(script, [f"--comment={comment}"], SBATCH_TIMEOUT)
+        known = slurm.parse_job_id(reply.out) if reply.code == 0 else None
+        if known:
+            job = Accepted(*known)
+            if attempt:
+                _cancel_others(token, job)
+            return job
+        if slurm.is_sure_refusal(reply):
+            raise SubmissionError(f"sbatch refused the job: {_words(reply)}", may_be_queued=False)
+        found = _look_up(token, sleep)
+        if found:
+            job = Accepted(found[0].job_id, None)
+            _cancel_others(token, job)
+            return job
+        if found is None or reply.code == 0:
+            break  # Slurm cannot be asked, or took the job and hides it: sending it again might double it
+    text = f"Slurm did not say whether it took the job: {_words(reply)}"
+    raise SubmissionError(text, may_be_queued=found is None or reply.code == 0)
+
+
+def _look_up(token: str, sleep: Callable[[float], None]) -> list[slurm.QueuedJob] | None:
+    """Jobs with the token; None if Slurm does not answer. Asks more than once: a slow controller may be at it still."""
+    answered = False
+    for wait in _LOOKUPS:
+        sleep(wait)
+        jobs = slurm.squeue()
+        if jobs is None:
+            continue
+        answered = True
+        found = [job for job in jobs if job.comment.endswith(f"stoker:{token}")]
+        if found:
+            return found
+    return [] if answered else None
+
+
+def _cancel_others(token: str, job: Accepted) -> None:
+    """A first try that seemed lost may have arrived after all; two jobs on one run would fence each other out."""
+    for other in slurm.squeue() or []:
+        if other.comment.endswith(f"stoker:{token}") and other.job_id != job.job_id:
+            slurm.scancel(other.job_id)
+
+
+def _words(reply: slurm.Reply) -> str:
+    text = " ".join(f"{reply.err}\n{reply.out}".split())
+    end = f"no answer within {SBATCH_TIMEOUT:.0f} s" if reply.code is None else f"exit code {reply.code}"
+    return f"{text or 'it printed nothing'} ({end})"
