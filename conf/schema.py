@@ -1,7 +1,8 @@
 """The typed configuration: every field a run can have, its type, its default and what it means.
 
-Owns: names, types, defaults. Rules between fields are checks.py's; composing from YAML is compose.py's. Plain
-dataclasses that OmegaConf takes as structured configs, so an unknown key or a wrong type is refused at composition.
+Owns: names, types, defaults, and the comment behind each field, which docs/configuration.md is made of (reference.py).
+Rules between fields are checks.py's; composing from YAML is compose.py's. Plain dataclasses that OmegaConf takes as
+structured configs, so an unknown key or a wrong type is refused at composition.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ class TrackMode(str, Enum):
 class ModelConfig:
     """Llama-style decoder."""
 
-    vocab_size: int = 4096
+    vocab_size: int = 4096  # rows of the embedding; at least the tokenizer's
     hidden_size: int = 256
     num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int | None = None  # default hidden_size / num_heads
-    ffn_size: int = 768
-    rope_theta: float = 10000.0
+    num_heads: int = 8  # query heads
+    num_kv_heads: int = 4  # key and value heads (grouped-query attention); divides num_heads
+    head_dim: int | None = None  # even; default hidden_size / num_heads
+    ffn_size: int = 768  # inner width of the SwiGLU
+    rope_theta: float = 10000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5
-    tied_embeddings: bool = False
-    qk_norm: bool = False
-    init_std: float = 0.02
+    tied_embeddings: bool = False  # the output layer is the embedding
+    qk_norm: bool = False  # RMSNorm on each head's queries and keys
+    init_std: float = 0.02  # standard deviation of the initial weights
     dropout: float = 0.0  # residual dropout
-    z_loss: float = 0.0
+    z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
     logit_softcap: float = 0.0  # of attention logits; 0 = none
     sliding_window: int = 0  # tokens; 0 = full causal attention
 
@@ -69,7 +70,7 @@ class ModelConfig:
 @dataclass
 class DataSource:
     prefix: str = ""  # path of PREFIX.bin and PREFIX.idx without the suffix
-    weight: float = 1.0
+    weight: float = 1.0  # share of the samples, on any scale
     name: str | None = None  # key of its sampling order; default: base name of prefix
 
 
@@ -89,7 +90,7 @@ class DataConfig:
 class ParallelConfig:
     """Layout of the processes. The data-parallel size is what the other axes leave (today: all of it)."""
 
-    backend: Backend = Backend.auto
+    backend: Backend = Backend.auto  # of torch.distributed; auto: nccl with CUDA, else gloo
     bucket_mb: float = 25.0  # gradients are reduced in buckets of this size, MiB
     timeout: int = 600  # seconds a collective may take before the backend gives up
 
@@ -98,21 +99,21 @@ class ParallelConfig:
 class OptimConfig:
     """AdamW with decoupled weight decay."""
 
-    lr: float = 3e-4
-    min_lr: float = 3e-5
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    lr: float = 3e-4  # highest learning rate
+    min_lr: float = 3e-5  # learning rate at the last step
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # matrices only; norms and biases are not decayed
     clip_norm: float = 1.0  # 0 = no clipping
-    schedule: Schedule = Schedule.cosine
-    warmup_steps: int = 0
+    schedule: Schedule = Schedule.cosine  # shape of the learning rate after the warm-up
+    warmup_steps: int = 0  # linear from 0
     decay_steps: int = 0  # wsd: length of the final decay
 
 
 @dataclass
 class PrecisionConfig:
-    params: ParamDtype = ParamDtype.float32
+    params: ParamDtype = ParamDtype.float32  # of the weights; bfloat16 keeps fp32 master weights in the optimizer
     deterministic: bool = True  # bitwise repeatable steps
 
 
@@ -120,7 +121,7 @@ class PrecisionConfig:
 class KernelsConfig:
     """Which implementation each fused op uses: reference, native, apex or auto."""
 
-    default: str = "auto"
+    default: str = "auto"  # for every op that `ops` does not name
     ops: dict[str, str] = field(default_factory=dict)  # per op, e.g. {rmsnorm: reference}
 
 
@@ -128,19 +129,17 @@ class KernelsConfig:
 class CheckpointConfig:
     interval: int = 1000  # steps; 0 = only at the end and at a warned stop
     keep: int = 3  # newest valid checkpoints kept; the last valid one is never deleted
-    at_end: bool = True
+    at_end: bool = True  # after the last step
 
 
 @dataclass
 class ResilienceConfig:
-    continuation: Continuation = Continuation.requeue
+    continuation: Continuation = Continuation.requeue  # after a time limit, preemption or node failure
     warning: int = 120  # seconds before the time limit at which Slurm warns the job
-    hang_timeout: float = (
-        0.0  # seconds without progress in a step before a worker is taken for hung; 0: max(20 x median step, 120)
-    )
+    hang_timeout: float = 0.0  # seconds without progress in a step: hung; 0: max(20 x median step, 120)
     start_timeout: float = 900.0  # seconds from fork to the first step
     save_timeout: float = 1800.0  # seconds a save may take
-    eval_timeout: float = 1800.0
+    eval_timeout: float = 1800.0  # seconds a validation may take
     lease: float = 15.0  # seconds without a word before agent and supervisor take each other for lost
     max_restarts: int = 3  # worker restarts in place without a new checkpoint or hang_steps of progress between them
     progress_steps: int = 10  # steps that count as progress between two crashes
@@ -149,17 +148,17 @@ class ResilienceConfig:
 
 @dataclass
 class TrackingConfig:
-    mode: TrackMode = TrackMode.disabled
+    mode: TrackMode = TrackMode.disabled  # of Weights & Biases; offline: recorded here, sent later
     project: str = "stoker"
-    entity: str | None = None
-    group: str | None = None
+    entity: str | None = None  # user or team; default: the account's
+    group: str | None = None  # runs shown together
     tags: list[str] = field(default_factory=list)
     interval: float = 10.0  # seconds between looks at the metrics
 
 
 @dataclass
 class ClusterConfig:
-    kind: ClusterKind = ClusterKind.slurm
+    kind: ClusterKind = ClusterKind.slurm  # local: no Slurm, the same supervisor on this machine
     nodes: int = 1
     procs_per_node: int = 1  # worker processes per node: one per GPU
     gpus_per_node: int = 0  # asked of Slurm; 0 = CPU
@@ -169,21 +168,21 @@ class ClusterConfig:
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    nodelist: str | None = None
+    constraint: str | None = None  # node features
+    exclude: str | None = None  # nodes not to use
+    nodelist: str | None = None  # nodes that must be among those used
     reservation: str | None = None
-    exclusive: bool = False
+    exclusive: bool = False  # share no node with other jobs
     sbatch: dict[str, str] = field(default_factory=dict)  # further long options, checked against a list
     setup: list[str] = field(default_factory=list)  # shell lines run before the supervisor (modules, ...)
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)  # variables of the job; never a key or password
     python: str | None = None  # interpreter inside the job; default: the submitting one
-    omp_threads: int = 1
+    omp_threads: int = 1  # OMP_NUM_THREADS of each worker
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 1000
+    steps: int = 1000  # optimizer steps
     global_batch: int = 32  # samples per optimizer step
     micro_batch: int = 4  # samples per forward
     eval_interval: int = 0  # steps; 0 = no validation
@@ -194,9 +193,9 @@ class TrainConfig:
 class Config:
     """The whole of it."""
 
-    name: str = "run"
-    run_root: str = "runs"
-    seed: int = 0
+    name: str = "run"  # first part of the run directory's name, and the job's
+    run_root: str = "runs"  # directory of the run directories; on storage that all nodes see
+    seed: int = 0  # of initial weights, sampling order and dropout
     plugins: list[str] = field(default_factory=list)  # modules imported at start (models, data sets, callbacks)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
