@@ -70,13 +70,22 @@ def _options(config: Config, run_dir: Path) -> tuple[tuple[str, Value], ...]:
         *_resources(cluster),
         *((name, _extra(name, value)) for name, value in cluster.sbatch.items()),
         ("chdir", str(run_dir)),
-        # Relative to the run directory, whose own name may hold a %.
-        ("output", "slurm/%j.log"),
+        ("output", _log_pattern(run_dir)),
         ("open-mode", "append"),
         ("export", "ALL"),
         ("signal", f"B:USR1@{config.resilience.warning}"),
         ("requeue" if requeue else "no-requeue", True),
     )
+
+
+def _log_pattern(run_dir: Path) -> str:
+    """Slurm replaces %j and its like all over the path, and nothing at all in a path with a backslash."""
+    text = str(run_dir)
+    if "\\" in text:
+        raise ValueError(
+            f"run directory {text}: Slurm cannot name log files below a path with a backslash; move run_root"
+        )
+    return f"{text.replace('%', '%%')}/slurm/%j.log"
 
 
 def _resources(cluster: ClusterConfig) -> tuple[tuple[str, Value], ...]:
