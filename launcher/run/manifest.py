@@ -6,7 +6,7 @@
       index.jsonl               one line per logical tensor, sorted by name: dtype, shape, slices
       index.offsets             little-endian uint64 per line: where in index.jsonl it begins, so that a rank parses
                                 only what it needs
-      manifest.json             written last; names every other file with its size and digest
+      manifest.json             written last; names every other file with its size and digest, and has one of itself
 
 Owns: that schema and its verification, with the standard library alone, so that the supervisor and tools that have
 no torch can verify. Does not own: what tensors mean (stoker.train.state).
@@ -14,6 +14,7 @@ no torch can verify. Does not own: what tensors mean (stoker.train.state).
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -66,7 +67,14 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json` into `directory`; every file that it names must be there and fsynced already."""
-        write_json(directory / MANIFEST, {"format": _FORMAT, "version": _VERSION} | asdict(self))
+        # As it will be read back: JSON has no tuples and no number for a key.
+        body = json.loads(json.dumps(asdict(self), allow_nan=False))
+        write_json(directory / MANIFEST, {"format": _FORMAT, "version": _VERSION, "crc32": _digest(body)} | body)
+
+
+def _digest(body: dict[str, Any]) -> int:
+    """Over the values, not the text: spaces do not count, and a value that changed does, wherever it stands."""
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def block_checksums(data: memoryview | bytes) -> bytes:
@@ -76,12 +84,8 @@ def block_checksums(data: memoryview | bytes) -> bytes:
     return struct.pack(f"<{len(crcs)}I", *crcs)
 
 
-def file_entry(directory: Path, name: str, blocks: str | None = None) -> FileEntry:
-    """Describe a finished file: with the name of its sidecar, or (small files) with a checksum of the whole."""
-    path = directory / name
-    if blocks is not None:
-        return FileEntry(name, path.stat().st_size, None, blocks)
-    data = path.read_bytes()
+def describe(name: str, data: bytes) -> FileEntry:
+    """Describe a small file by the content that it was given (not by what a disk gives back)."""
     return FileEntry(name, len(data), zlib.crc32(data))
 
 
@@ -93,22 +97,31 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        raw = read_json(path)
-        if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
-            raise ValueError(f"{path}: not a {_FORMAT} manifest of version {_VERSION}")
-        files = tuple(FileEntry(**f) for f in raw.pop("files"))
-        manifest = Manifest(files=files, **raw)
+        manifest = _parse(read_json(path))
     except FileNotFoundError:
         raise InvalidCheckpointError(f"{directory}: no {MANIFEST} (the save was not finished)") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+    except OSError as e:
+        raise InvalidCheckpointError(f"{path}: {e.strerror}") from e
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise InvalidCheckpointError(f"{path}: {e}") from e
     named = CheckpointName.parse(directory.name)
     if named is not None and named != manifest.name:
         raise InvalidCheckpointError(f"{path}: says {manifest.name}, but the directory is {directory.name}")
-    for f in files:
-        if Path(f.name).name != f.name or (f.crc32 is None) == (f.blocks is None):
-            raise InvalidCheckpointError(f"{path}: bad file entry {f}")
     return manifest
+
+
+def _parse(raw: dict[str, Any]) -> Manifest:
+    if raw.pop("format", None) != _FORMAT or raw.pop("version", None) != _VERSION:
+        raise ValueError(f"not a {_FORMAT} manifest of version {_VERSION}")
+    if raw.pop("crc32", None) != _digest(raw):
+        raise ValueError("checksum does not match (the file was changed or damaged)")
+    files = tuple(FileEntry(**f) for f in raw.pop("files"))
+    for f in files:
+        # A name leads nowhere but into the directory.
+        is_inside = f.name and Path(f.name).name == f.name and not f.name.startswith(".")
+        if not is_inside or (f.crc32 is None) == (f.blocks is None):
+            raise ValueError(f"bad file entry {f}")
+    return Manifest(files=files, **raw)
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -120,16 +133,19 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
         InvalidCheckpointError: names the file.
     """
     sidecars = {f.name: f for f in manifest.files if f.crc32 is not None}
+    missing = {INDEX, OFFSETS} - sidecars.keys()
+    if missing:
+        raise InvalidCheckpointError(f"{directory / MANIFEST}: does not name {', '.join(sorted(missing))}")
     for f in manifest.files:
         path = directory / f.name
         try:
             size = path.stat().st_size
+            if size != f.size:
+                raise InvalidCheckpointError(f"{path}: {size} bytes, expected {f.size}")
+            if f.crc32 is not None and _crc32_of(path) != f.crc32:
+                raise InvalidCheckpointError(f"{path}: checksum does not match (the file was changed or damaged)")
         except OSError as e:
             raise InvalidCheckpointError(f"{path}: {e.strerror}") from e
-        if size != f.size:
-            raise InvalidCheckpointError(f"{path}: {size} bytes, expected {f.size}")
-        if f.crc32 is not None and _crc32_of(path) != f.crc32:
-            raise InvalidCheckpointError(f"{path}: checksum does not match (the file was changed or damaged)")
         if f.blocks is not None and (
             f.blocks not in sidecars or sidecars[f.blocks].size != 4 * ((f.size + BLOCK - 1) // BLOCK)
         ):
@@ -146,22 +162,29 @@ def verify(directory: Path) -> Manifest:
     check_sizes(directory, manifest)
     for f in manifest.files:
         if f.blocks is not None:
-            checker = BlockChecker(directory, f)
-            with open(directory / f.name, "rb") as data:
-                for number in range(checker.count):
-                    checker.check(number, data.read(BLOCK))
+            try:
+                _verify_blocks(directory, f)
+            except OSError as e:
+                raise InvalidCheckpointError(f"{directory / f.name}: {e.strerror}") from e
     return manifest
+
+
+def _verify_blocks(directory: Path, entry: FileEntry) -> None:
+    assert entry.blocks is not None
+    checker = BlockChecker(directory / entry.name, (directory / entry.blocks).read_bytes())
+    with open(directory / entry.name, "rb") as data:
+        for number in range(checker.count):
+            checker.check(number, data.read(BLOCK))
 
 
 class BlockChecker:
     """Checks blocks of one file as a reader gets to them."""
 
-    def __init__(self, directory: Path, entry: FileEntry) -> None:
-        assert entry.blocks is not None
-        self.path = directory / entry.name
-        raw = (directory / entry.blocks).read_bytes()
-        self.count = len(raw) // 4
-        self._crcs = struct.unpack(f"<{self.count}I", raw)
+    def __init__(self, path: Path, sidecar: bytes) -> None:
+        """`path` is the file (for messages only), `sidecar` the content of its sidecar."""
+        self.path = path
+        self.count = len(sidecar) // 4
+        self._crcs = struct.unpack(f"<{self.count}I", sidecar[: 4 * self.count])
 
     def check(self, number: int, data: bytes | memoryview) -> None:
         """`data` is block `number` (4 MiB; the last one may be shorter).
