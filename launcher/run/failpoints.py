@@ -14,6 +14,15 @@ import signal
 import time
 
 _VARIABLE = "STOKER_FAILPOINTS"
+_ACTIONS = ("exit", "kill", "freeze", "hang", "raise")
+
+
+def _is_action(action: str) -> bool:
+    if action.startswith("pause-"):
+        return action.removeprefix("pause-").isdecimal()
+    if action.startswith("signal-"):
+        return f"SIG{action.removeprefix('signal-')}" in signal.Signals.__members__
+    return action in _ACTIONS
 
 
 def _parse(text: str) -> list[tuple[str, dict[str, str], str]]:
@@ -21,8 +30,11 @@ def _parse(text: str) -> list[tuple[str, dict[str, str], str]]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         where, _, action = item.rpartition(":")
         name, *conditions = where.split("@")
-        if not name or not all("=" in c for c in conditions):
-            raise ValueError(f"{_VARIABLE}={item!r}: expected NAME[@key=value...]:ACTION")
+        if not name or not all("=" in c for c in conditions) or not _is_action(action):
+            raise ValueError(
+                f"{_VARIABLE}={item!r}: expected NAME[@key=value...]:ACTION, where ACTION is one of "
+                f"{', '.join(_ACTIONS)}, pause-MS, signal-NAME"
+            )
         points.append((name, dict(c.split("=", 1) for c in conditions), action))
     return points
 

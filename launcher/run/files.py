@@ -15,11 +15,23 @@ from pathlib import Path
 from typing import Any
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError that has none: write, fsync and close do not know what they work on."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is not None:
+            raise
+        raise OSError(e.errno, e.strerror, str(path)) from e
+
+
 def fsync_dir(directory: Path) -> None:
     """Make renames and creations in `directory` durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        with naming(directory):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -34,7 +46,7 @@ def _staged(path: Path, data: bytes, mode: int) -> Iterator[Path]:
     tmp = temporary_name(path)
     fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with open(fd, "wb") as f:
+        with naming(path), open(fd, "wb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -60,7 +72,9 @@ def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
         try:
             os.link(tmp, path)
         except FileExistsError:
-            return False
+            # A network file system repeats a request whose answer was lost, and then finds what it made itself.
+            if not os.path.samefile(tmp, path):
+                return False
     fsync_dir(path.parent)
     return True
 
@@ -85,9 +99,11 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: not a JSON object; the message names the file.
     """
-    text = path.read_text(encoding="utf-8")
+    data = path.read_bytes()
     try:
-        value = json.loads(text)
+        value = json.loads(data.decode())
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 ({e.reason} at byte {e.start}); expected a complete JSON object") from e
     except json.JSONDecodeError as e:
         raise ValueError(f"{path}: not valid JSON ({e.msg} at line {e.lineno}); expected a complete JSON object") from e
     if not isinstance(value, dict):
@@ -96,11 +112,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line in a single write, so that a crash leaves at most a torn last line."""
+    """Append one line in a single write, so that a crash leaves at most a torn last line.
+
+    A torn line (the disk was full) is closed first: otherwise it would spoil the line that follows it.
+
+    Raises:
+        OSError: with the file's name; part of the line may have been written.
+    """
     assert "\n" not in line
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(fd, line.encode() + b"\n")
+        with naming(path):
+            size = os.fstat(fd).st_size
+            is_torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+            data = memoryview(b"\n" * is_torn + line.encode() + b"\n")
+            while data:
+                data = data[os.write(fd, data) :]
     finally:
         os.close(fd)
 

@@ -79,8 +79,9 @@ def own_submission(run: RunDir, job_id: str) -> Submission:
     for s in known:
         if s.job_id == job_id:
             return s
-    for s in known:
-        # The job started before the launcher could note its id.
+    for s in reversed(known):
+        # The job started before the launcher could note its id. The newest: an sbatch that was refused leaves an older
+        # submission without a job for ever.
         if s.job_id is None and s.intention.get("mode") == "sbatch" and s.set_job(job_id):
             return s
     s = new_submission(run, "adopted")

@@ -30,14 +30,21 @@ def metrics(run: RunDir) -> list[Record]:
 
 
 def events(run: RunDir) -> list[Record]:
-    """Events of all writers and attempts by time. Clocks of nodes may differ; within a writer, order is exact."""
-    found = [record for attempt in run.all_attempts() for record in attempt_events(attempt)]
-    return sorted(found, key=lambda r: (r.get("attempt", 0), r.get("time", 0.0)))
+    """Events of all writers by attempt and time. Clocks of nodes may differ; within a writer, order is exact."""
+    return [record for attempt in run.all_attempts() for record in attempt_events(attempt)]
 
 
 def attempt_events(attempt: AttemptDir) -> Iterator[Record]:
+    """The events of one attempt, as `events` orders them."""
+    found: list[tuple[float, Record]] = []
     for path in sorted((attempt.path / "events").glob("*.jsonl")):
-        yield from read_lines(path)
+        latest = 0.0
+        for record in read_lines(path):
+            # A clock that is set back must not turn one writer's order round.
+            latest = max(latest, record.get("time", 0.0))
+            found.append((latest, record))
+    found.sort(key=lambda pair: pair[0])
+    return iter([record for _, record in found])
 
 
 def last_outcome(run: RunDir) -> tuple[AttemptDir, Outcome | None] | None:

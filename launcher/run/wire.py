@@ -79,7 +79,7 @@ class Channel:
         self._buffer = bytearray(rest)
         try:
             messages = [json.loads(line) for line in lines]
-        except json.JSONDecodeError as e:
+        except (ValueError, RecursionError) as e:  # not text, not JSON, or nested without end
             raise Closed(f"not a line of JSON: {e}") from e
         if not all(isinstance(m, dict) for m in messages):
             raise Closed("not a JSON object")
