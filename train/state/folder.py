@@ -1,0 +1,118 @@
+"""The checkpoints folder: names of what is unfinished or going, what is removed when, and the last step of publishing.
+
+Owns: temporary names, atomic removal, choice of what retention removes. A directory with a checkpoint's name appears
+and disappears in one rename, so nobody ever sees half of one. Does not own: when these happen (checkpointer.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ...launcher.run.layout import CheckpointName
+from ...launcher.run.manifest import InvalidCheckpointError, check_sizes, read_manifest, verify
+
+_UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-g\d{4,}-[0-9a-f]+")
+_GOING = ".tmp-deleting-"
+
+
+def unfinished_name(name: CheckpointName, generation: int) -> str:
+    """A fresh name for a checkpoint under preparation; tells whose it is, so that a later attempt can clear it away."""
+    return f".tmp-{name}-g{generation:04d}-{secrets.token_hex(4)}"
+
+
+def remove(directory: Path) -> None:
+    """Take a directory away at once, then delete it; whatever cannot be deleted is left to the next `sweep`.
+
+    Raises:
+        OSError: it could not be renamed and is still there.
+    """
+    going = directory.with_name(f"{_GOING}{directory.name.removeprefix('.tmp-')}-{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(directory, going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def sweep(checkpoints: Path, attempt: int) -> None:
+    """Remove what attempts below `attempt` left unfinished, and what was on its way out. Errors are passed over.
+
+    It is renamed before it is deleted: a writer of such an attempt that was frozen just before its rename could
+    otherwise publish a directory that is half deleted.
+    """
+    with contextlib.suppress(OSError):
+        for path in list(checkpoints.iterdir()):
+            unfinished = _UNFINISHED.fullmatch(path.name)
+            name = CheckpointName.parse(unfinished[1]) if unfinished else None
+            if path.name.startswith(_GOING):
+                shutil.rmtree(path, ignore_errors=True)
+            elif name is not None and name.attempt < attempt:
+                with contextlib.suppress(OSError):
+                    remove(path)
+
+
+def publish(finished: Path, target: Path, is_known_bad: bool) -> bool:
+    """Give a finished checkpoint its name. Returns False if a good one has that name already: then that one stays.
+
+    Raises:
+        OSError: could not be renamed.
+    """
+    try:
+        os.rename(finished, target)
+        return True
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+    if not is_known_bad and _is_whole(target):
+        remove(finished)
+        return False
+    remove(target)
+    os.rename(finished, target)
+    return True
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        verify(directory)
+    except InvalidCheckpointError:
+        return False
+    return True
+
+
+def is_plausible(directory: Path) -> bool:
+    """Whether manifest, sizes and small files are right (kilobytes are read)."""
+    try:
+        check_sizes(directory, read_manifest(directory))
+    except InvalidCheckpointError:
+        return False
+    return True
+
+
+def superfluous(
+    newest_first: Iterable[CheckpointName],
+    is_valid: Callable[[CheckpointName], bool],
+    keep: int,
+    attempt: int,
+    proven: frozenset[CheckpointName],
+) -> list[CheckpointName]:
+    """What retention removes: everything older than the `keep` newest valid ones.
+
+    Not those of attempts above `attempt`, which belong to a successor, and never the newest that is `proven` (all its
+    bytes were checked): a plausible one may still turn out bad. Invalid ones do not count, and go when their age comes.
+    """
+    last_proven = max(proven, default=None)
+    kept, out = 0, []
+    for name in newest_first:
+        if name.attempt > attempt:
+            continue
+        if kept >= max(keep, 1):
+            if name != last_proven:
+                out.append(name)
+        elif is_valid(name):
+            kept += 1
+    return out
