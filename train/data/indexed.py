@@ -65,7 +65,7 @@ def pread_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         got = os.preadv(fd, [buffer[done:]], offset + done)
         if got == 0:
             raise ValueError(
-                f"{path}: ends at byte {offset + done}, expected at least {offset + len(buffer)}: "
+                f"{path}: {os.fstat(fd).st_size} bytes, expected at least {offset + len(buffer)}: "
                 "it was cut or replaced since it was opened"
             )
         done += got

@@ -6,7 +6,7 @@ Owns how a pair comes into being on disk. The byte layout is indexed.py's; what 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,27 @@ from .indexed import CODES, HEADER, LENGTH, MAGIC, POINTER, VERSION, IndexedToke
 
 _CHUNK = 1 << 20  # entries moved at once
 _SPILLS = ("bin", "lengths", "ends")
+
+
+def index_bytes(
+    dtype: np.dtype[Any],
+    sequences: int,
+    documents: int,
+    lengths: Callable[[], Iterator[npt.NDArray[np.int32]]],
+    ends: Callable[[], Iterator[npt.NDArray[np.int64]]],
+) -> Iterator[bytes]:
+    """An .idx in pieces, from pieces of the sequences' lengths (tokens) and the documents' ends (sequences)."""
+    yield HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1)
+    for piece in lengths():
+        yield piece.astype(LENGTH).tobytes()
+    begin = 0
+    for piece in lengths():
+        stops = begin + np.cumsum(piece, dtype=np.int64) * dtype.itemsize
+        yield np.concatenate([[begin], stops[:-1]]).astype(POINTER).tobytes()
+        begin = int(stops[-1])
+    yield np.zeros(1, POINTER).tobytes()
+    for piece in ends():
+        yield piece.astype(POINTER).tobytes()
 
 
 class IndexWriter:
@@ -100,17 +121,15 @@ class IndexWriter:
 
     def _write_idx(self) -> None:
         with open(self._temporary["idx"], "wb") as idx:
-            idx.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1))
-            for lengths in self._spilled("lengths", LENGTH):
-                idx.write(lengths.tobytes())
-            begin = 0
-            for lengths in self._spilled("lengths", LENGTH):
-                ends = begin + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-                idx.write(np.concatenate([[begin], ends[:-1]]).astype(POINTER).tobytes())
-                begin = int(ends[-1])
-            idx.write(np.zeros(1, POINTER).tobytes())
-            for indices in self._spilled("ends", POINTER):
-                idx.write(indices.tobytes())
+            idx.writelines(
+                index_bytes(
+                    self.dtype,
+                    self.sequences,
+                    self.documents,
+                    lambda: self._spilled("lengths", LENGTH),
+                    lambda: self._spilled("ends", POINTER),
+                )
+            )
             idx.flush()
             os.fsync(idx.fileno())
 

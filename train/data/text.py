@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PART_BYTES = 8 << 20  # smallest part; larger where there would be more than PART_LIMIT parts
+PART_BYTES = 4 << 20  # smallest part; larger where there would be more than PART_LIMIT parts
 PART_LIMIT = 2048
 
 

@@ -76,9 +76,9 @@ def test_merged_parts_are_the_same_bytes_as_one_writer(tmp_path):
 
 def test_a_failed_write_leaves_the_older_pair_and_no_rest(tmp_path):
     write_golden(tmp_path / "g")
-    with pytest.raises(RuntimeError), IndexWriter(tmp_path / "g", np.uint16) as writer:
-        writer.add([5, 5, 5])
-        raise RuntimeError("killed")
+    writer = IndexWriter(tmp_path / "g", np.uint16)
+    with pytest.raises(ValueError, match="expected integers"), writer:
+        writer.add([5.5])
     assert (tmp_path / "g.bin").read_bytes() == GOLDEN_BIN
     assert (tmp_path / "g.idx").read_bytes() == GOLDEN_IDX
     assert len(list(tmp_path.iterdir())) == 2
@@ -131,7 +131,7 @@ def test_damage_between_the_checked_places_is_found_when_it_is_read(tmp_path):
     (tmp_path / "g.idx").write_bytes(raw)
     with (
         IndexedTokens(tmp_path / "g") as tokens,
-        pytest.raises(ValueError, match="ascending order within the .bin: damaged"),
+        pytest.raises(ValueError, match="ascending order within the"),
     ):
         tokens.starts_within(0, 1000)
 
@@ -156,7 +156,7 @@ def test_a_bin_cut_while_it_is_open_raises(tmp_path):
     write_golden(tmp_path / "g")
     with IndexedTokens(tmp_path / "g") as tokens:
         os.truncate(tmp_path / "g.bin", 10)
-        with pytest.raises(ValueError, match="ends at byte 10, expected at least 18"):
+        with pytest.raises(ValueError, match="10 bytes, expected at least 18"):
             tokens.read(0, 9)
 
 
