@@ -10,7 +10,7 @@ import sys
 import threading
 
 from . import local
-from .launch import show, warn
+from .launch import print_warnings, show
 from .options import parser, request
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     from .prepare import prepare
 
     prepared = prepare(request("run", argv, arguments), needs_slurm=False)
-    warn(prepared)
+    print_warnings(prepared.warnings)
     if arguments.dry_run:
         show(prepared)
         return EXIT_FINISHED

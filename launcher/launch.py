@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .local import local_log, start_detached
 from .options import parser, request
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
-from .run.submissions import new_submission
+from .run.submissions import Submission, new_submission
 
 if TYPE_CHECKING:
     from .prepare import Prepared
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
 
     is_trial = arguments.dry_run or arguments.no_submit
     prepared = prepare(request("launch", argv, arguments), needs_slurm=not is_trial)
-    warn(prepared)
+    print_warnings(prepared.warnings)
     if arguments.dry_run:
         show(prepared)
         return EXIT_FINISHED
@@ -45,9 +46,9 @@ def main(argv: list[str]) -> int:
         print(f"to start it:   {_start_line(run, is_local)}")
         return EXIT_FINISHED
     if is_local:
-        _start_here(run)
+        start_here(new_submission(run, "local"))
     else:
-        _submit(run, root_is_new)
+        _submit_new(run, root_is_new)
     if arguments.wait or arguments.follow:
         return wait(run, arguments.follow)
     for verb in ("status", "logs -f", "cancel"):
@@ -55,8 +56,8 @@ def main(argv: list[str]) -> int:
     return EXIT_FINISHED
 
 
-def warn(prepared: Prepared) -> None:
-    for line in prepared.warnings:
+def print_warnings(warnings: Iterable[str]) -> None:
+    for line in warnings:
         print(f"stoker: warning: {line}", file=sys.stderr)
 
 
@@ -73,25 +74,40 @@ def _start_line(run: RunDir, is_local: bool) -> str:
     return f"stoker resume {shlex.quote(str(run.path))}" if is_local else f"sbatch {script}"
 
 
-def _start_here(run: RunDir) -> None:
-    process = start_detached(new_submission(run, "local"))
-    print(f"in background: process {process.pid}, output in {local_log(run)}")
+def start_here(submission: Submission) -> None:
+    process = start_detached(submission)
+    print(f"in background: process {process.pid}, output in {local_log(submission.run)}")
 
 
-def _submit(run: RunDir, root_is_new: bool) -> None:
+def submit_frozen(run: RunDir, submission: Submission | None = None) -> None:
+    """Give a frozen run to Slurm and print the job.
+
+    Raises:
+        SubmissionError: it was refused, or Slurm did not answer.
+    """
     from .executor import FrozenRun, StokerExecutor
-    from .freeze import discard
     from .submit import SubmissionError
 
     try:
-        job = StokerExecutor(run.path.parent).submit(FrozenRun(run.path))
+        job = StokerExecutor(run.path.parent).submit(FrozenRun(run.path, submission))
     except SubmissionError as e:
         if not e.may_be_queued:
-            discard(run, with_root=root_is_new)
             raise
         hint = f"{run.path} is kept: if no job of yours shows up in `squeue --me`, `stoker resume` submits it again"
         raise SubmissionError(f"{e}\n{hint}", may_be_queued=True) from e
     print(f"job:           {job.job_id}")
+
+
+def _submit_new(run: RunDir, root_is_new: bool) -> None:
+    from .freeze import discard
+    from .submit import SubmissionError
+
+    try:
+        submit_frozen(run)
+    except SubmissionError as e:
+        if not e.may_be_queued:
+            discard(run, with_root=root_is_new)
+        raise
 
 
 def wait(run: RunDir, is_following: bool) -> int:

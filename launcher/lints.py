@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..conf.checks_cluster import CHECK_INTERVAL
 from ..conf.schema import Config, Continuation
+from ..conf.slurm_time import format_time, parse_time
 from . import slurm
 from .errors import environment_error
-from .slurm import Partition, parse_time
-
-# Slurm looks at time limits and pending warnings every 30 s (PERIODIC_TIMEOUT), so a warning may come that much early.
-_PERIOD = 30
+from .slurm import Partition
 
 
 @dataclass(frozen=True)
@@ -84,23 +83,25 @@ def _size(config: Config, chosen: Sequence[Partition], found: Findings) -> None:
 def _time(config: Config, chosen: Sequence[Partition], found: Findings) -> None:
     limits = [p.max_time for p in chosen]
     highest = None if None in limits else max(n for n in limits if n is not None)
-    field_and_value = f"cluster.time={config.cluster.time or 'null'}"
     if config.cluster.time:
         try:
             asked = parse_time(config.cluster.time)
         except ValueError:
             return  # conf.checks has said so
         if highest is not None and (asked is None or asked > highest):
-            found.errors.append(f"{field_and_value}: longer than {chosen[0].name} allows ({_hours(highest)})")
-            return
-    else:
-        defaults = [p.default_time if p.default_time is not None else p.max_time for p in chosen]
-        asked = None if None in defaults else min(n for n in defaults if n is not None)
-    if asked is not None and asked <= config.resilience.warning + _PERIOD:
+            names = ", ".join(p.name for p in chosen)
+            found.errors.append(
+                f"cluster.time={config.cluster.time}: more than {names} allows ({format_time(highest)})"
+            )
+        return
+    # Not asked for: the partition's default counts, which conf.checks cannot know.
+    defaults = [p.default_time if p.default_time is not None else p.max_time for p in chosen]
+    limit = None if None in defaults else min(n for n in defaults if n is not None)
+    early = config.resilience.warning + CHECK_INTERVAL
+    if limit is not None and early >= limit:
         found.errors.append(
-            f"{field_and_value}: {_hours(asked)} is no more than resilience.warning={config.resilience.warning} s plus "
-            f"the {_PERIOD} s to which Slurm checks times: the run would be stopped as soon as it starts; "
-            "ask for more time or a shorter warning"
+            f"cluster.time=null: the partition's default is {format_time(limit)}, and the warning may come {early} s "
+            "before that (resilience.warning), so before the run starts; ask for more time"
         )
 
 
@@ -119,8 +120,3 @@ def _requeue(config: Config, chosen: Sequence[Partition], settings: Mapping[str,
             "this Slurm has JobRequeue=0: jobs are not requeued unless they ask for it, as this one does; "
             "if the site forbids it all the same, `stoker resume` goes on with an ended run"
         )
-
-
-def _hours(seconds: int) -> str:
-    hours, rest = divmod(seconds, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

@@ -54,13 +54,9 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
     run_id = new_id()
     directory = request.run_dir or Path(config.run_root) / f"{config.name}-{run_id}"
     python = interpreter(config, request.cwd)
-    script = ""
-    try:
-        script = render(script_of(config, directory, run_id, __version__, python))
-    except ValueError as e:
-        errors.append(str(e))
     if errors:
         raise UserError("\n".join(errors))
+    script = render(script_of(config, directory, run_id, __version__, python))
     snapshot = code.collect(request.cwd)
     if snapshot.left_out:
         warnings.append(f"left out of the code snapshot, since they look like keys: {', '.join(snapshot.left_out)}")
@@ -90,7 +86,7 @@ def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]
     found = check(config)
     errors = [str(p) for p in found if p.severity == "error"]
     warnings = [str(p) for p in found if p.severity != "error"]
-    errors += _secrets_in(config) + _bad_name(config.name)
+    errors += _secrets_in(config, {p.field for p in found})
     if config.cluster.kind is ClusterKind.slurm and (needs_slurm or slurm.is_available()):
         live = lints.live(config)
         errors += live.errors
@@ -104,20 +100,17 @@ def interpreter(config: Config, cwd: Path) -> str:
     return os.path.normpath(cwd / Path(chosen).expanduser()) if "/" in chosen else chosen
 
 
-def _secrets_in(config: Config) -> list[str]:
-    """Keys must not get into the script or the run directory. Their values are not repeated here."""
+def _secrets_in(config: Config, named: set[str]) -> list[str]:
+    """Keys must not get into the script or the run directory. Their values are not repeated here.
+
+    `named`: fields that have a problem already; conf.checks finds the plainest names.
+    """
     advice = "keys never go into a run directory; set it in your shell, the job gets your environment"
-    found = [f"cluster.env.{name}: {advice}" for name in config.cluster.env if environment.is_secret(name)]
+    fields = {f"cluster.env.{name}": name for name in config.cluster.env}
+    found = [f"{f}: {advice}" for f, name in fields.items() if f not in named and environment.is_secret(name)]
     for line in config.cluster.setup:
         found += [
             f"cluster.setup sets {name} to a written-out value: {advice}, or read it from a file: {name}=$(cat FILE)"
             for name in environment.secrets_in(line)
         ]
     return found
-
-
-def _bad_name(name: str) -> list[str]:
-    if not name or name.startswith((".", "-")) or "/" in name or not name.isprintable() or len(name.encode()) > 100:
-        expected = "a file name of at most 100 bytes that does not start with . or -"
-        return [f"name={name!r}: becomes the name of the directory and of the job; expected {expected}"]
-    return []

@@ -18,14 +18,8 @@ from ..conf.schema import ClusterConfig, ClusterKind, Config, Continuation
 TEMPLATES = Path(__file__).resolve().parent.parent / "slurm_templates"
 Value = str | int | bool | None
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+:,./=\[\]-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-# What stoker itself decides; `cluster.sbatch` may not turn it round.
-_OURS = """array chdir cpus-per-task error export gpus-per-node job-name mem no-requeue nodes ntasks ntasks-per-node
-    open-mode output parsable quiet requeue signal test-only wait wrap"""
-RESERVED = frozenset(_OURS.split())
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,6 @@ def script_of(config: Config, run_dir: Path, run_id: str, version: str, python: 
     """
     cluster = config.cluster
     env = {"OMP_NUM_THREADS": str(cluster.omp_threads)} | dict(cluster.env)
-    for name in env:
-        if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"cluster.env: {name!r} is no name for an environment variable; expected [A-Za-z_]\\w*")
     options = _options(config, run_dir) if cluster.kind is ClusterKind.slurm else ()
     return Script(
         str(run_dir), run_id, version, python, options, tuple((n, str(v)) for n, v in env.items()), tuple(cluster.setup)
@@ -68,7 +59,7 @@ def _options(config: Config, run_dir: Path) -> tuple[tuple[str, Value], ...]:
     return (
         ("job-name", config.name),
         *_resources(cluster),
-        *((name, _extra(name, value)) for name, value in cluster.sbatch.items()),
+        *((name, _extra(value)) for name, value in cluster.sbatch.items()),
         ("chdir", str(run_dir)),
         ("output", _log_pattern(run_dir)),
         ("open-mode", "append"),
@@ -107,18 +98,10 @@ def _resources(cluster: ClusterConfig) -> tuple[tuple[str, Value], ...]:
     )
 
 
-def _extra(name: str, value: str | None) -> Value:
-    if not _OPTION.fullmatch(name):
-        raise ValueError(
-            f"cluster.sbatch: {name!r} is no long option of sbatch; write it without the dashes, lower-case"
-        )
-    if name in RESERVED:
-        raise ValueError(
-            f"cluster.sbatch.{name}: this option is set by stoker itself; use its own field, or leave it out"
-        )
-    if value is None or str(value).lower() in ("", "true"):
-        return True
-    return False if str(value).lower() == "false" else str(value)
+def _extra(value: str) -> Value:
+    """conf/sbatch_options.py says what may be here; an option without a value is switched by these words."""
+    word = value.lower()
+    return True if word in ("", "true") else False if word == "false" else value
 
 
 def option_line(name: str, value: Value) -> str | None:
@@ -157,6 +140,7 @@ def render(script: Script, template: str = "supervisor.sbatch.j2") -> str:
     )
     environment.filters["sh"] = _shell
     environment.filters["comment"] = lambda text: _CONTROL.sub("?", str(text))
+    assert all(name.isidentifier() for name, _ in script.env), "conf.checks lets no other names through"
     lines = [option_line(name, value) for name, value in script.options]
     return environment.get_template(template).render(
         options=[line for line in lines if line is not None],

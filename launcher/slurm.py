@@ -15,12 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..conf.slurm_time import parse_time
 from .environment import without_outer_job
 from .errors import environment_error
 
 TIMEOUT = 30.0  # seconds a Slurm command may take; slurmctld answers in milliseconds or is in trouble
 _SEPARATOR = "\x1f"  # no run directory, comment or reason has it
 _FIELDS = ("%i", "%T", "%M", "%N", "%r", "%Z", "%k")
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+_ENDED |= {"REVOKED", "TIMEOUT"}
 _JOB_ID = re.compile(r"\s*(\d+)(?:;(\S+))?\s*")
 _JOB_ID_WORDS = re.compile(r"Submitted batch job (\d+)(?: on cluster (\S+))?")
 # What sbatch says when it lost the controller's answer: the job may be in the queue all the same.
@@ -51,6 +54,11 @@ class QueuedJob:
     reason: str
     workdir: str
     comment: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended for good; what is not known to be an end (SUSPENDED, a new state) is none."""
+        return self.state in _ENDED
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,8 @@ def squeue(job_ids: Iterable[str] | None = None, cluster: str | None = None) -> 
     return [] if "Invalid job id" in reply.err else None
 
 
-def scancel(job_id: str, cluster: str | None = None) -> Reply:
-    return call(["scancel", *([f"--clusters={cluster}"] if cluster else []), job_id])
+def scancel(job_ids: Sequence[str], cluster: str | None = None) -> Reply:
+    return call(["scancel", *([f"--clusters={cluster}"] if cluster else []), *job_ids])
 
 
 def partitions() -> list[Partition]:
@@ -184,25 +192,3 @@ def parse_configuration(text: str) -> dict[str, str]:
     """From `scontrol show config`: `Key   = value` lines."""
     found = (line.split("=", 1) for line in text.splitlines() if " = " in line)
     return {key.strip(): value.strip() for key, value in found}
-
-
-def parse_time(text: str) -> int | None:
-    """Seconds of any of Slurm's time forms (minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s); None = no limit.
-
-    Raises:
-        ValueError: none of these forms.
-    """
-    if text.strip().upper() in ("UNLIMITED", "INFINITE", "-1"):
-        return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    if not match:
-        raise ValueError(f"{text!r} is no time for Slurm; expected e.g. 90, 30:00, 4:00:00, 2-12 or 2-12:00:00")
-    days, *rest = match.groups()
-    numbers = [int(n) for n in rest if n is not None]
-    if days is not None:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

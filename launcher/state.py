@@ -60,16 +60,17 @@ class Facts:
 
 
 def queue_of(runs: Iterable[RunDir]) -> Queue | None:
-    """What Slurm says of the newest job of each run: one squeue call (one per cluster, where there are several).
+    """What Slurm says of the newest job of each run; None if it does not answer or is not here."""
+    return jobs_of([submission for run in runs for submission in submissions(run)[-1:]])
 
-    None if Slurm does not answer or is not here.
-    """
+
+def jobs_of(found_submissions: Iterable[Submission]) -> Queue | None:
+    """The same for given submissions: one squeue call (one per cluster, where there are several)."""
     wanted: dict[str | None, list[str]] = {}
-    for run in runs:
-        for submission in submissions(run)[-1:]:
-            job_id = submission.job_id
-            if job_id:
-                wanted.setdefault(cluster_of(submission), []).append(job_id)
+    for submission in found_submissions:
+        job_id = submission.job_id
+        if job_id:
+            wanted.setdefault(cluster_of(submission), []).append(job_id)
     found: dict[str, QueuedJob] = {}
     for cluster, job_ids in wanted.items():
         jobs = slurm.squeue(job_ids, cluster)
@@ -183,16 +184,11 @@ def _queued(f: Facts, job: QueuedJob) -> RunState:
         return RunState(State.SUSPENDED, "by Slurm")
     if job.state == "CANCELLED":
         return RunState(State.CANCELLED, "by scancel" if not f.is_cancelled else "by `stoker cancel`", EXIT_CANCELLED)
-    if job.state in _ENDED:
+    if job.is_over:
         return _gone(f, f"Slurm ended job {job.job_id} as {job.state}")
     if f.outcome is not None:
         return RunState(State.REQUEUED, f"after {f.outcome.cause.value}; the job is being requeued")
     return RunState(State.RUNNING, "ending" if job.state == "COMPLETING" else "" if ran else "starting")
-
-
-_ENDED = frozenset(
-    ("BOOT_FAIL", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
-)
 
 
 def _gone(f: Facts, how: str) -> RunState:

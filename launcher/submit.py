@@ -75,21 +75,24 @@ def _look_up(token: str, sleep: Callable[[float], None]) -> list[slurm.QueuedJob
     answered = False
     for wait in _LOOKUPS:
         sleep(wait)
-        jobs = slurm.squeue()
-        if jobs is None:
-            continue
-        answered = True
-        found = [job for job in jobs if job.comment.endswith(f"stoker:{token}")]
+        found = jobs_with(token)
         if found:
             return found
+        answered = answered or found is not None
     return [] if answered else None
+
+
+def jobs_with(token: str) -> list[slurm.QueuedJob] | None:
+    """This user's jobs that carry a token; None if Slurm does not answer."""
+    jobs = slurm.squeue()
+    return None if jobs is None else [job for job in jobs if job.comment.endswith(f"stoker:{token}")]
 
 
 def _cancel_others(token: str, job: Accepted) -> None:
     """A first try that seemed lost may have arrived after all; two jobs on one run would fence each other out."""
-    for other in slurm.squeue() or []:
-        if other.comment.endswith(f"stoker:{token}") and other.job_id != job.job_id:
-            slurm.scancel(other.job_id)
+    others = [other.job_id for other in jobs_with(token) or [] if other.job_id != job.job_id]
+    if others:
+        slurm.scancel(others)
 
 
 def _words(reply: slurm.Reply) -> str:

@@ -1,0 +1,171 @@
+"""`stoker resume RUN [KEY=VALUE ...]`: submit an ended run once more; it goes on from its newest checkpoint.
+
+Owns: when that is allowed, and what may be changed for it. A change is written beside the new submission
+(run/effective.py); what was frozen stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from .cancel import learn_jobs, live_jobs, local_processes
+from .errors import UserError, environment_error
+from .find import find_run
+from .launch import start_here, submit_frozen, wait
+from .run.effective import config_path, effective_config, script_path
+from .run.files import create_exclusive, create_json, read_json
+from .run.layout import RunDir
+from .run.outcome import EXIT_FINISHED
+from .run.submissions import Submission, new_submission, submissions
+from .state import State, jobs_of, look
+from .summary import last_metric
+
+# What may change without making it another run.
+ALLOWED = ("cluster.", "tracking.", "resilience.", "checkpoint.", "train.steps")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("stoker resume", description="Submit an ended run once more.")
+    parser.add_argument("run", metavar="RUN", help="run directory, or job id")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"changes to {', '.join(ALLOWED)}")
+    parser.add_argument("--nodes", type=int, metavar="N", help="the same as cluster.nodes=N")
+    parser.add_argument("--time", metavar="T", help="the same as cluster.time=T")
+    parser.add_argument("--wait", action="store_true", help="wait for the run's end and exit with its exit code")
+    parser.add_argument("--follow", action="store_true", help="the same, and show the logs meanwhile")
+    arguments = parser.parse_intermixed_args(argv)
+    run = find_run(arguments.run)
+    overrides = list(arguments.overrides)
+    overrides += [f"cluster.nodes={arguments.nodes}"] if arguments.nodes is not None else []
+    overrides += [f"cluster.time={arguments.time}"] if arguments.time is not None else []
+    resume(run, overrides)
+    if arguments.wait or arguments.follow:
+        return wait(run, arguments.follow)
+    print(f"next:          stoker status {shlex.quote(str(run.path))}")
+    return EXIT_FINISHED
+
+
+def resume(run: RunDir, overrides: Sequence[str]) -> None:
+    """Submit the run again; prints the job.
+
+    Raises:
+        UserError: it still runs or waits, has nothing left to do, or the changes are not allowed.
+    """
+    refuse_if_alive(run)
+    plain = effective_config(run)
+    changed = changed_config(plain, overrides) if overrides else plain
+    _refuse_if_done(run, changed)
+    script = _script(run, changed) if overrides else None  # before anything is written: it finds problems
+    is_local = changed["cluster"]["kind"] == "local"
+    submission = new_submission(run, "local") if is_local else _intend(run)
+    if script is not None:
+        create_json(config_path(run, submission.number), changed)
+        create_exclusive(script_path(run, submission.number), script, mode=0o755)
+    print(f"run directory: {run.path}")
+    if is_local:
+        start_here(submission)
+    else:
+        _submit(run, submission)
+
+
+def _intend(run: RunDir) -> Submission:
+    from .executor import intend
+
+    return intend(run)
+
+
+def _submit(run: RunDir, submission: Submission) -> None:
+    from .submit import SubmissionError
+
+    try:
+        submit_frozen(run, submission)
+    except SubmissionError as e:
+        if not e.may_be_queued:  # no job was made: leave no trace of the intention either
+            for path in sorted(run.submissions.glob(f"{submission.number:04d}.*")):
+                path.unlink()
+        raise
+
+
+def refuse_if_alive(run: RunDir) -> None:
+    """Two jobs on one run would fence each other out.
+
+    Raises:
+        UserError: a job or a process of the run is there, or nobody can tell.
+    """
+    found = submissions(run)
+    learn_jobs(found)
+    state = look(run, jobs_of(found[-1:]))
+    live = [f"job {s.job_id}" for s in live_jobs(found)]
+    live += [f"process {p.pid} on {p.host}" for p in local_processes(found) if p.is_alive() is not False]
+    cancel = f"stoker cancel {shlex.quote(str(run.path))}"
+    if live:
+        raise environment_error(
+            f"{run.path}: {', '.join(live)} still works on it ({state.state.value}); `{cancel}` first"
+        )
+    if state.state is State.UNKNOWN and not found[-1].is_cancelled and found[-1].job_id:
+        raise environment_error(f"{run.path}: {state.detail}; `{cancel}` first, if it is sure that nothing runs")
+
+
+def _refuse_if_done(run: RunDir, plain: dict[str, Any]) -> None:
+    step, total = last_metric(run.all_attempts()).get("step"), plain["train"]["steps"]
+    is_finished = look(run, None).state is State.FINISHED
+    if is_finished and isinstance(step, int) and step >= total:
+        raise UserError(f"{run.path}: all {total} steps are done; to train further: train.steps=N with N > {step}")
+
+
+def changed_config(plain: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration with `overrides` put into it.
+
+    Raises:
+        UserError, ConfigError: an override that is wrong, or that would make it another run.
+    """
+    from ..conf.compose import compose
+    from ..conf.load import from_plain
+
+    keys = [_key(text) for text in overrides]
+    refused = [key for key in keys if not key.startswith(ALLOWED[:-1]) and key != ALLOWED[-1]]
+    if refused:
+        raise UserError(
+            "\n".join(
+                f"{key}: cannot change on resume (only {', '.join(ALLOWED)}); launch a new run" for key in refused
+            )
+        )
+    # Composed with the defaults: that parses, types and checks the values like any launch; only they are taken over.
+    values = compose(overrides).plain
+    changed = deepcopy(plain)
+    for key in keys:
+        *folders, last = key.split(".")
+        source, target = values, changed
+        for name in folders:
+            source, target = source[name], target.setdefault(name, {})
+        target[last] = source[last]
+    from_plain(changed)
+    return changed
+
+
+def _key(text: str) -> str:
+    key = text.partition("=")[0].lstrip("+").strip()
+    return re.sub(r"\[(\d+)\]", r".\1", key)
+
+
+def _script(run: RunDir, plain: dict[str, Any]) -> str:
+    from .. import __version__
+    from ..conf.load import from_plain
+    from ..conf.schema import ClusterKind
+    from .launch import print_warnings
+    from .prepare import interpreter, problems_of
+    from .render import render, script_of
+
+    config = from_plain(plain)
+    errors, warnings = problems_of(config, needs_slurm=config.cluster.kind is ClusterKind.slurm)
+    if errors:
+        raise UserError("\n".join(errors))
+    print_warnings(warnings)
+    python = config.cluster.python and interpreter(config, Path.cwd())
+    python = python or str(read_json(run.env).get("python") or "")
+    return render(script_of(config, run.path, str(read_json(run.run)["id"]), __version__, python))

@@ -1,0 +1,133 @@
+"""`stoker status [RUN|JOB|ROOT ...]`: a line per run, one screen for one run, or JSON.
+
+Owns: the arguments and the layout of the text. Reads files and asks squeue once; never fails for want of Slurm.
+Standard library only: it must answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from typing import Any
+
+from .find import DEFAULT_ROOT, find_runs
+from .state import State, queue_of
+from .summary import AttemptSummary, Summary, attempt_summaries, summarize
+
+_HEADINGS = ("RUN", "STATE", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "CHECKPOINT", "PROGRESS", "")
+_RIGHT = {2, 3, 4, 5, 6, 7}  # columns of numbers
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("stoker status", description="Show runs.")
+    parser.add_argument("what", nargs="*", metavar="RUN|JOB|ROOT", help=f"default: the runs below ./{DEFAULT_ROOT}")
+    parser.add_argument("--json", action="store_true", help="one JSON list, for programs")
+    arguments = parser.parse_args(argv)
+    runs = find_runs(arguments.what)
+    queue = queue_of(runs)  # before any file is read: see state.py
+    found = [summarize(run, queue) for run in runs]
+    if arguments.json:
+        print(json.dumps([_as_json(s) for s in found], indent=2))
+    elif not found:
+        where = ", ".join(arguments.what) or f"./{DEFAULT_ROOT}"
+        print(f"no runs in {where}; name a run directory, a directory of runs, or a job id")
+    elif len(found) == 1 and arguments.what:
+        print(one_screen(found[0], attempt_summaries(found[0].run), time.time()))
+    else:
+        print(table(found, time.time()))
+    return 0
+
+
+def _as_json(s: Summary) -> dict[str, Any]:
+    plain = asdict(s) | {"run": str(s.run.path), "state": s.state.state.value, "detail": s.state.detail}
+    plain["exit_code"] = s.state.exit_code
+    plain["attempts"] = [asdict(a) for a in attempt_summaries(s.run)]
+    return plain
+
+
+def table(summaries: list[Summary], now: float) -> str:
+    """One line per run, columns aligned; the last one says why it waits or how it ended."""
+    rows = [_HEADINGS, *(_row(s, now) for s in summaries)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+    lines = []
+    for row in rows:
+        cells = (c.rjust(w) if i in _RIGHT else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _row(s: Summary, now: float) -> tuple[str, ...]:
+    detail = s.state.detail if len(s.state.detail) <= 100 else s.state.detail[:97] + "..."
+    return (
+        s.name,
+        s.state.state.value,
+        str(s.attempts or "-"),
+        _step(s),
+        _loss(s.loss),
+        _speed(s.tokens_per_second),
+        "-" if s.checkpoint is None else str(s.checkpoint),
+        "-" if s.progress is None else f"{duration(now - s.progress)} ago",
+        detail,
+    )
+
+
+def one_screen(s: Summary, attempts: list[AttemptSummary], now: float) -> str:
+    """What a person wants to know of one run, the newest attempts last."""
+    state = f"{s.state.state.value} {s.state.detail}".rstrip()
+    lines = [f"run         {s.name}", f"directory   {s.run.path}", f"state       {state}"]
+    if s.job_id:
+        lines.append(f"job         {s.job_id}")
+    if s.progress is not None:
+        figures = f"loss {_loss(s.loss)}, {_speed(s.tokens_per_second)} tokens/s, {duration(now - s.progress)} ago"
+        lines.append(f"progress    step {_step(s)}, {figures}")
+    lines.append(f"checkpoint  {'none' if s.checkpoint is None else f'step {s.checkpoint}'}")
+    shown = attempts[-15:]
+    if shown:
+        left_out = f" (the last {len(shown)} of {len(attempts)})" if len(shown) < len(attempts) else ""
+        lines += ["", f"attempts{left_out}", *_attempt_lines(shown, s, now)]
+    return "\n".join(lines)
+
+
+def _attempt_lines(attempts: list[AttemptSummary], s: Summary, now: float) -> list[str]:
+    headings = ("", "STARTED", "SECONDS", "STEPS", "JOB", "NODES", "END", "")
+    rows = [headings, *(_attempt_row(a, a is attempts[-1] and not s.state.is_over, s, now) for a in attempts)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(headings))]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _attempt_row(a: AttemptSummary, is_current: bool, s: Summary, now: float) -> tuple[str, ...]:
+    end = a.ended if a.ended is not None else (now if is_current else s.progress)
+    seconds = "-" if a.started is None or end is None else f"{max(0.0, end - a.started):.0f}"
+    steps = "-" if a.first_step is None else f"{a.first_step}-{a.last_step}"
+    started = "-" if a.started is None else time.strftime("%m-%d %H:%M:%S", time.localtime(a.started))
+    is_running = is_current and s.state.state in (State.RUNNING, State.SUSPENDED)
+    said = a.cause or ("running" if is_running else "ended without a word")
+    reason = f"{a.culprit}: {a.reason}" if a.culprit else a.reason
+    reason = reason if len(reason) <= 100 else reason[:97] + "..."
+    return (f"  {a.number}", started, seconds, steps, a.job_id or "-", a.nodes or "-", said, reason)
+
+
+def _step(s: Summary) -> str:
+    return "-" if s.step is None and s.total is None else f"{s.step or 0}/{s.total if s.total is not None else '?'}"
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return "-" if tokens_per_second is None else f"{tokens_per_second:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """`3 s`, `5 min`, `2.1 h`, `3.5 d`."""
+    seconds = max(0.0, seconds)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} d"
