@@ -85,6 +85,14 @@ class WeightGradients:
         self._waiting.clear()
 
 
+def add_or_copy(gradient: Tensor, buffer: Tensor, holds_sum: bool) -> None:
+    """buffer (+)= gradient: a contribution that was formed elsewhere."""
+    if holds_sum:
+        buffer.add_(gradient)
+    else:
+        buffer.copy_(gradient)
+
+
 def project(x: Tensor, weights: Sequence[Tensor], queue: WeightGradients) -> tuple[Tensor, ...]:
     """x @ w.T for each weight: projections of one input, whose gradients meet in one dX without a sum in between.
 
@@ -139,11 +147,7 @@ class _Product:
         if buffer.dtype == dy_OT.dtype:
             buffer.addmm_(dy_OT, self.x_TI, beta=int(holds_sum))
             return
-        product = _narrow_product(dy_OT, self.x_TI, buffer.dtype)
-        if holds_sum:
-            buffer.add_(product)
-        else:
-            buffer.copy_(product)
+        add_or_copy(_narrow_product(dy_OT, self.x_TI, buffer.dtype), buffer, holds_sum)
 
 
 def _narrow_product(dy_OT: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:

@@ -157,7 +157,7 @@ class Trainer:
                 if stop.save:
                     self._save()
                 return Ended(False, self.progress.step, self._saved_step)
-            self._step()
+            self.step()
         if self.config.checkpoint.at_end:
             self._save_last()
         pulse.enter(Phase.DONE)
@@ -183,7 +183,8 @@ class Trainer:
 
     # One step.
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One optimizer step, and what is due after it: validation, metrics, a checkpoint. Raises as `run`."""
         began = time.perf_counter()
         totals = self._forward_backward()
         with self.clock.measure("communication"):

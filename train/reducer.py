@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .comm import Communicator, Work
-from .linear import gradient_dtype
+from .linear import add_or_copy, gradient_dtype
 from .params import ParamTable
 
 _ALIGNMENT = 16  # elements: each gradient begins on a 64-byte boundary
@@ -92,11 +92,7 @@ class GradientReducer:
         """Gradients that autograd itself accumulates (norms) come this way; for the others the hook sees None."""
         if parameter.grad is None:
             return
-        gradient, holds_sum = self.target(parameter)
-        if holds_sum:
-            gradient.add_(parameter.grad)
-        else:
-            gradient.copy_(parameter.grad)
+        add_or_copy(parameter.grad, *self.target(parameter))
         parameter.grad = None
         self.ready(parameter)
 

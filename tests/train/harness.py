@@ -35,7 +35,6 @@ HOST = "127.0.0.1"
 def make_data(prefix: Path, tokens: int = 20_000, vocab: int = 64, seed: int = 0) -> None:
     """A learnable text of short documents: each token is the last one plus a small random number."""
     import numpy as np
-
     from stoker.train.data.indexed_writer import IndexWriter
 
     random = np.random.default_rng(seed)
@@ -228,7 +227,6 @@ def _rank(request: dict[str, Any], rank: int, port: int, write: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
         import torch
-
         from stoker.train.grid import Membership
 
         torch.set_num_threads(1)
