@@ -12,10 +12,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from . import local, slurm
+from . import slurm
 from .errors import environment_error
 from .find import find_run
-from .process import ProcessId
+from .process import ProcessId, loop_process
 from .run.files import read_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
@@ -87,7 +87,7 @@ def local_processes(found: Sequence[Submission]) -> list[ProcessId]:
     for submission in found:
         if submission.intention.get("mode") not in ("local", "salloc"):
             continue
-        loop = local.loop_process(submission)
+        loop = loop_process(submission)
         if loop is not None and loop.is_alive() is not False:
             processes.append(loop)
             continue

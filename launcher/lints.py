@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ..conf.checks_cluster import CHECK_INTERVAL
 from ..conf.schema import Config, Continuation
 from ..conf.slurm_time import format_time, parse_time
-from . import slurm
+from . import site, slurm
 from .errors import environment_error
-from .slurm import Partition
+from .site import Partition
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ def live(config: Config) -> Findings:
         raise environment_error(
             "no Slurm here (sbatch not found): use cluster=local, or run this where Slurm's commands are"
         )
-    partitions = slurm.partitions()
+    partitions = site.partitions()
     if not partitions:
         return Findings(warnings=["Slurm does not say which partitions it has (scontrol show partition); going on"])
-    return lint(config, partitions, slurm.configuration())
+    return lint(config, partitions, site.configuration())
 
 
 def lint(config: Config, partitions: Sequence[Partition], settings: Mapping[str, str]) -> Findings:

@@ -1,7 +1,7 @@
 """Working on a run without sbatch: the loop that starts the supervisor, and starts it again when it asks for that.
 
-Owns: the loop, in the foreground (`stoker run`) or detached (`cluster=local`), and telling whether one is alive.
-It runs the very script that Slurm would get. Standard library only; the detached one runs from the frozen code.
+Owns: the loop, in the foreground (`stoker run`) or detached (`cluster=local`). It runs the very script that Slurm would
+get. Standard library only; the detached one runs from the frozen code.
 """
 
 from __future__ import annotations
@@ -16,34 +16,22 @@ from pathlib import Path
 
 from .environment import without_outer_job
 from .errors import environment_error
-from .process import ProcessId
+from .process import ProcessId, loop_path, loop_process
 from .run.effective import effective_script
-from .run.files import create_json, read_json
+from .run.files import create_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_CANCELLED, EXIT_REQUEUE
 from .run.submissions import Submission
 
 _PAUSE = 1.0  # seconds between two attempts
 _START_LIMIT = 60.0  # seconds a detached loop may take to report
-# All three mean the end to the supervisor: it is in a session of its own, so the terminal's Ctrl-C does not reach it.
+# Passed on: the supervisor is in a session of its own, so the terminal's Ctrl-C does not reach it. A first SIGINT lets
+# it save, SIGTERM ends it at once; both are the run's end.
 _END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def local_log(run: RunDir) -> Path:
     return run.job_logs / "local.log"
-
-
-def loop_path(run: RunDir, submission: int) -> Path:
-    """Which process loops over a submission's attempts: written once by itself."""
-    return run.submissions / f"{submission:04d}.local.json"
-
-
-def loop_process(submission: Submission) -> ProcessId | None:
-    """The loop that works, or worked, on a submission; None if none has reported."""
-    try:
-        return ProcessId.of(read_json(loop_path(submission.run, submission.number)))
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 class Loop:
@@ -101,7 +89,7 @@ class Loop:
             return
         self._ended_by = number
         self.submission.cancel(signal.Signals(number).name)
-        self._send(signal.SIGTERM)
+        self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _send(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:

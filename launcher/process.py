@@ -1,15 +1,18 @@
 """Knowing a process again: by host, pid and start time, so that a reused pid is never taken for it.
 
-Standard library only.
+Owns: that, and which process loops over a submission that is worked on without sbatch. Standard library only.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from .run.files import read_json
+from .run.layout import RunDir
+from .run.submissions import Submission
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class ProcessId:
     def own() -> ProcessId:
         start = start_ticks(os.getpid())
         assert start is not None
-        return ProcessId(socket.gethostname(), os.getpid(), start)
+        return ProcessId(os.uname().nodename, os.getpid(), start)
 
     @staticmethod
     def of(record: dict[str, Any]) -> ProcessId | None:
@@ -36,7 +39,7 @@ class ProcessId:
 
     def is_alive(self) -> bool | None:
         """None if it lives, or lived, on another host."""
-        if self.host != socket.gethostname():
+        if self.host != os.uname().nodename:
             return None
         return start_ticks(self.pid) == self.start
 
@@ -52,9 +55,14 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def command_line(pid: int) -> list[str]:
-    """Arguments of a running process, empty if it cannot be read."""
+def loop_path(run: RunDir, submission: int) -> Path:
+    """Which process loops over a submission's attempts: written once by itself (local.py)."""
+    return run.submissions / f"{submission:04d}.local.json"
+
+
+def loop_process(submission: Submission) -> ProcessId | None:
+    """The loop that works, or worked, on a submission; None if none has reported."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="surrogateescape").split("\0")[:-1]
-    except OSError:
-        return []
+        return ProcessId.of(read_json(loop_path(submission.run, submission.number)))
+    except (FileNotFoundError, ValueError):
+        return None

@@ -24,7 +24,6 @@ from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
 from .run.submissions import Submission, new_submission, submissions
 from .state import State, jobs_of, look
-from .summary import last_metric
 
 # What may change without making it another run.
 ALLOWED = ("cluster.", "tracking.", "resilience.", "checkpoint.", "train.steps")
@@ -59,7 +58,7 @@ def resume(run: RunDir, overrides: Sequence[str]) -> None:
     refuse_if_alive(run)
     plain = effective_config(run)
     changed = changed_config(plain, overrides) if overrides else plain
-    _refuse_if_done(run, changed)
+    _refuse_if_done(run, changed["train"]["steps"], changed is not plain)
     script = _script(run, changed) if overrides else None  # before anything is written: it finds problems
     is_local = changed["cluster"]["kind"] == "local"
     submission = new_submission(run, "local") if is_local else _intend(run)
@@ -111,11 +110,13 @@ def refuse_if_alive(run: RunDir) -> None:
         raise environment_error(f"{run.path}: {state.detail}; `{cancel}` first, if it is sure that nothing runs")
 
 
-def _refuse_if_done(run: RunDir, plain: dict[str, Any]) -> None:
-    step, total = last_metric(run.all_attempts()).get("step"), plain["train"]["steps"]
-    is_finished = look(run, None).state is State.FINISHED
-    if is_finished and isinstance(step, int) and step >= total:
-        raise UserError(f"{run.path}: all {total} steps are done; to train further: train.steps=N with N > {step}")
+def _refuse_if_done(run: RunDir, total: int, is_changed: bool) -> None:
+    saved = [c.step for c in run.all_checkpoints()]
+    step = max(saved, default=0)
+    if step >= total and (is_changed or look(run, None).state is State.FINISHED):
+        raise UserError(
+            f"{run.path}: is at step {step} of train.steps={total}; to train further: train.steps=N, N > {step}"
+        )
 
 
 def changed_config(plain: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -1,23 +1,20 @@
-"""Slurm's commands: thin calls, and pure parsers of what they print.
+"""Slurm's commands for jobs: thin calls, and pure parsers of what they print.
 
-Owns: every sbatch, squeue, scancel and scontrol call of the launching side. What their answers mean for a run is
-state.py's, whether to try again is submit.py's. Standard library only.
+Owns: every sbatch, squeue and scancel call of the launching side. What their answers mean for a run is state.py's,
+whether to try again is submit.py's, what the site allows is site.py's. Standard library only.
 """
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..conf.slurm_time import parse_time
 from .environment import without_outer_job
-from .errors import environment_error
+from .errors import UserError, environment_error
 
 TIMEOUT = 30.0  # seconds a Slurm command may take; slurmctld answers in milliseconds or is in trouble
 _SEPARATOR = "\x1f"  # no run directory, comment or reason has it
@@ -61,20 +58,10 @@ class QueuedJob:
         return self.state in _ENDED
 
 
-@dataclass(frozen=True)
-class Partition:
-    name: str
-    is_default: bool
-    is_up: bool
-    max_time: int | None  # seconds; None = no limit
-    default_time: int | None  # seconds; None = none set (then max_time counts) or no limit
-    total_nodes: int
-    max_nodes: int | None  # per job; None = no limit
-    preempt_mode: str
-
-
 def is_available() -> bool:
     """Whether sbatch can be found."""
+    import shutil  # not quick to import, and status has no use for it
+
     return shutil.which("sbatch") is not None
 
 
@@ -111,15 +98,16 @@ def squeue(job_ids: Iterable[str] | None = None, cluster: str | None = None) -> 
     if cluster:
         command.append(f"--clusters={cluster}")
     if job_ids is None:
-        command.append(f"--user={getpass.getuser()}")
+        command.append(f"--user={os.getuid()}")
     else:
         wanted = sorted(set(job_ids))
         if not wanted:
             return []
         command.append(f"--jobs={','.join(wanted)}")
-    if shutil.which("squeue") is None:
+    try:
+        reply = call(command)
+    except UserError:
         return None
-    reply = call(command)
     if reply.code == 0:
         return parse_squeue(reply.out)
     # A single id that Slurm has forgotten is an error for squeue; among several it is left out silently.
@@ -128,18 +116,6 @@ def squeue(job_ids: Iterable[str] | None = None, cluster: str | None = None) -> 
 
 def scancel(job_ids: Sequence[str], cluster: str | None = None) -> Reply:
     return call(["scancel", *([f"--clusters={cluster}"] if cluster else []), *job_ids])
-
-
-def partitions() -> list[Partition]:
-    """The partitions this user can see; empty if Slurm does not say."""
-    reply = call(["scontrol", "show", "partition", "--oneliner"])
-    return parse_partitions(reply.out) if reply.code == 0 else []
-
-
-def configuration() -> dict[str, str]:
-    """Slurm's configuration as scontrol shows it; empty if Slurm does not say."""
-    reply = call(["scontrol", "show", "config"])
-    return parse_configuration(reply.out) if reply.code == 0 else {}
 
 
 def is_sure_refusal(reply: Reply) -> bool:
@@ -162,33 +138,3 @@ def parse_squeue(text: str) -> list[QueuedJob]:
     """Rows of our own format; lines that do not fit (`CLUSTER: name`, warnings) are passed over."""
     rows = (line.split(_SEPARATOR) for line in text.splitlines())
     return [QueuedJob(*(cell.strip() for cell in row)) for row in rows if len(row) == len(_FIELDS)]
-
-
-def _pairs(line: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in line.split() if "=" in word)
-
-
-def parse_partitions(text: str) -> list[Partition]:
-    """From `scontrol show partition --oneliner`."""
-    return [_partition(fields) for fields in map(_pairs, text.splitlines()) if "PartitionName" in fields]
-
-
-def _partition(fields: dict[str, str]) -> Partition:
-    max_nodes = fields.get("MaxNodes", "UNLIMITED")
-    default_time = fields.get("DefaultTime", "NONE")
-    return Partition(
-        name=fields["PartitionName"],
-        is_default=fields.get("Default") == "YES",
-        is_up=fields.get("State", "UP") == "UP",
-        max_time=parse_time(fields.get("MaxTime", "UNLIMITED")),
-        default_time=None if default_time == "NONE" else parse_time(default_time),
-        total_nodes=int(fields.get("TotalNodes", "0")),
-        max_nodes=int(max_nodes) if max_nodes.isdigit() else None,
-        preempt_mode=fields.get("PreemptMode", ""),
-    )
-
-
-def parse_configuration(text: str) -> dict[str, str]:
-    """From `scontrol show config`: `Key   = value` lines."""
-    found = (line.split("=", 1) for line in text.splitlines() if " = " in line)
-    return {key.strip(): value.strip() for key, value in found}

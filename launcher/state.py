@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from . import local, slurm
+from . import slurm
+from .process import loop_process
 from .run.files import read_json
 from .run.layout import AttemptDir, RunDir
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, Cause, Next, Outcome
@@ -127,7 +128,7 @@ def attempts_of(run: RunDir, submission: Submission) -> list[AttemptDir]:
 
 
 def _loop_alive(submission: Submission) -> bool | None:
-    process = local.loop_process(submission)
+    process = loop_process(submission)
     return False if process is None else process.is_alive()
 
 
