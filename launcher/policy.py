@@ -163,7 +163,16 @@ def _status(state: State, e: RankStatus) -> Decision:
     if view is None:
         return state, ()
     is_named = view.is_named and e.step == view.step
-    view = replace(view, step=e.step, phase=e.phase, sequence=e.sequence, age=e.age, median=e.median, is_named=is_named)
+    # Never back: a status may be older than the worker's own last word.
+    view = replace(
+        view,
+        step=max(view.step, e.step),
+        phase=e.phase,
+        sequence=e.sequence,
+        age=e.age,
+        median=e.median,
+        is_named=is_named,
+    )
     state = _with_rank(state, e.rank, view)
     done = min(r.step for r in state.ranks.values())
     if done > state.best_step:
