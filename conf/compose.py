@@ -95,13 +95,19 @@ def _own(directory: Path) -> Path:
 @contextmanager
 def _initialized(own: Path | None) -> Iterator[list[str]]:
     """Hydra set up for our directory; the overrides that add a user's. What an embedding program had set up returns."""
-    ConfigStore.instance().store(name=SCHEMA, node=Config)
+    if f"{SCHEMA}.yaml" not in ConfigStore.instance().repo:
+        ConfigStore.instance().store(name=SCHEMA, node=Config)
     search_path = []
     if own is not None:
         search_path = [f"hydra.searchpath=[{QuotedString(f'file://{own}', Quote.single).with_quotes()}]"]
-    with warnings.catch_warnings(), hydra.initialize_config_dir(str(DIRECTORY), version_base="1.3"):
-        warnings.simplefilter("ignore")  # Hydra's hints to the authors of configurations
-        yield search_path
+    embedding = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with warnings.catch_warnings(), hydra.initialize_config_dir(str(DIRECTORY), version_base="1.3"):
+            warnings.simplefilter("ignore")  # Hydra's hints to the authors of configurations
+            yield search_path
+    finally:
+        GlobalHydra.instance().hydra = embedding
 
 
 def _problems_in_files(overrides: list[str], search_path: list[str], own: Path, known: Choices) -> list[Problem]:

@@ -76,7 +76,7 @@ class DataSource:
 
 @dataclass
 class DataConfig:
-    sources: list[DataSource] = field(default_factory=list)
+    sources: list[DataSource] = field(default_factory=list)  # the mixture
     seq_len: int = 256  # tokens per sample that are predicted
     validation_tokens: int = 0  # the last tokens of each source, cut at a document boundary; 0 = no validation
     mask_documents: bool = False  # packed documents do not attend to each other
@@ -141,7 +141,7 @@ class ResilienceConfig:
     save_timeout: float = 1800.0  # seconds a save may take
     eval_timeout: float = 1800.0  # seconds a validation may take
     lease: float = 15.0  # seconds without a word before agent and supervisor take each other for lost
-    max_restarts: int = 3  # worker restarts in place without a new checkpoint or hang_steps of progress between them
+    max_restarts: int = 3  # worker restarts in place without progress or a new checkpoint between them
     progress_steps: int = 10  # steps that count as progress between two crashes
     max_requeues: int = 100  # requeues of one submission, all causes together
 

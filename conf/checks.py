@@ -1,0 +1,240 @@
+"""Rules between fields: what the types allow and a run cannot be.
+
+Owns: `check` and the rules for training itself. Those for the cluster are checks_cluster.py's, those that look at data
+files checks_data.py's. Every rule is a generator of problems over a whole configuration; nothing here raises.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .checks_cluster import cluster_rules
+from .checks_data import data_rules, file_rules
+from .fields import show
+from .load import to_plain
+from .problems import Problem, Severity, nearest
+from .schema import Config, Continuation, ParamDtype, Schedule
+
+# The ops of stoker.kernels, which this package does not import, and the implementations it may be asked for.
+OPS = (
+    "rmsnorm",
+    "rope",
+    "swiglu",
+    "cross_entropy",
+    "cross_entropy_stats",
+    "cross_entropy_grad",
+    "linear_cross_entropy",
+    "attention",
+    "adamw",
+    "l2norm",
+    "dropout",
+)
+IMPLEMENTATIONS = ("auto", "reference", "native", "apex")
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+
+
+def check(config: Config, *, files: bool = True) -> list[Problem]:
+    """Everything that is wrong or doubtful, errors first.
+
+    files: look at the data and the tokenizer that the configuration names; False where they lie on another machine.
+    Nothing is asked of Slurm: what the site allows is the launcher's to find out.
+    """
+    rules = [_strings, _identity, _ranges, _model, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints]
+    problems = [problem for rule in [*rules, cluster_rules, data_rules] for problem in rule(config)]
+    if files:
+        problems += file_rules(config)
+    return sorted(problems, key=lambda problem: problem.severity != "error")
+
+
+def errors(problems: Sequence[Problem]) -> list[Problem]:
+    """Those that stop a launch."""
+    return [problem for problem in problems if problem.severity == "error"]
+
+
+def _strings(config: Config) -> Iterator[Problem]:
+    """No string holds a line break or another control character: it would end up in a script, a log, a file name."""
+    for field, text in _texts(to_plain(config), ""):
+        if _CONTROL.search(text):
+            yield Problem(field, repr(text), "holds a line break or another control character; expected one line")
+
+
+def _texts(value: Any, field: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield field, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        place = f"{field}.{key}" if field else str(key)
+        if isinstance(key, str):
+            yield place, key
+        yield from _texts(item, place)
+
+
+def _identity(config: Config) -> Iterator[Problem]:
+    if not _NAME.fullmatch(config.name) or len(config.name) > 100:
+        message = "names a directory and a job; expected up to 100 of A-Z a-z 0-9 . _ -, not beginning with . or -"
+        yield Problem("name", config.name, message)
+    if not config.run_root:
+        yield Problem("run_root", "", "expected a directory for the run directories")
+    for position, module in enumerate(config.plugins):
+        if not _MODULE.fullmatch(module):
+            yield Problem(f"plugins.{position}", module, "expected a module's importable name, like my_package.models")
+
+
+_POSITIVE = (
+    "train.steps train.global_batch train.micro_batch train.eval_batches model.vocab_size model.hidden_size"
+    " model.num_layers model.num_heads model.num_kv_heads model.head_dim model.ffn_size model.rope_theta"
+    " model.norm_eps model.init_std data.seq_len data.shuffle_block parallel.bucket_mb parallel.timeout optim.lr"
+    " optim.eps checkpoint.keep resilience.start_timeout resilience.save_timeout resilience.eval_timeout"
+    " resilience.lease resilience.progress_steps tracking.interval cluster.nodes cluster.procs_per_node"
+    " cluster.cpus_per_task cluster.omp_threads"
+)
+_NOT_NEGATIVE = (
+    "seed train.eval_interval model.z_loss model.logit_softcap model.sliding_window data.validation_tokens"
+    " data.prefetch optim.min_lr optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
+    " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts resilience.max_requeues"
+    " cluster.gpus_per_node"
+)
+_BELOW_ONE = "model.dropout optim.beta1 optim.beta2"
+
+
+def _ranges(config: Config) -> Iterator[Problem]:
+    for field in _POSITIVE.split():
+        value = _value(config, field)
+        if value is not None and value <= 0:
+            yield Problem(field, show(value), "expected a positive number")
+    for field in _NOT_NEGATIVE.split():
+        value = _value(config, field)
+        if value < 0:
+            yield Problem(field, show(value), "expected 0 or a positive number")
+    for field in _BELOW_ONE.split():
+        value = _value(config, field)
+        if not 0 <= value < 1:
+            yield Problem(field, show(value), "expected at least 0 and less than 1")
+    if config.seed >= 2**63:
+        yield Problem("seed", str(config.seed), "expected less than 2^63")
+
+
+def _value(config: Config, field: str) -> Any:
+    value: Any = config
+    for part in field.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    heads, groups, hidden = model.num_heads, model.num_kv_heads, model.hidden_size
+    if min(heads, groups, hidden) < 1:
+        return
+    if heads % groups:
+        near = _nearest_of([n for n in range(1, heads + 1) if heads % n == 0], groups)
+        yield Problem("model.num_kv_heads", str(groups), f"does not divide model.num_heads={heads}; nearest: {near}")
+    if model.head_dim is None and hidden % heads:
+        below, above = _around(hidden, heads)
+        message = f"not a multiple of model.num_heads={heads}; nearest: {below} or {above}, or set model.head_dim"
+        yield Problem("model.hidden_size", str(hidden), message)
+    elif model.head_dim is None and (hidden // heads) % 2:
+        message = f"gives heads of {hidden // heads}; rotary embedding turns pairs, so set an even model.head_dim"
+        yield Problem("model.hidden_size", str(hidden), message)
+    elif model.head_dim is not None and model.head_dim % 2:
+        yield Problem("model.head_dim", str(model.head_dim), "expected an even number: rotary embedding turns pairs")
+    if model.sliding_window >= config.data.seq_len > 0:
+        message = f"has no effect on samples of data.seq_len={config.data.seq_len}; 0 says the same"
+        yield Problem("model.sliding_window", str(model.sliding_window), message, "warning")
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    cluster, train = config.cluster, config.train
+    ranks = cluster.nodes * cluster.procs_per_node
+    if min(ranks, train.global_batch, train.micro_batch) < 1 or not train.global_batch % (train.micro_batch * ranks):
+        return
+    step = train.micro_batch * ranks
+    below, above = _around(train.global_batch, step)
+    message = f"not a multiple of train.micro_batch={train.micro_batch} x {ranks} processes = {step}"
+    works = f"train.global_batch={f'{below} or {above}' if below else above}"
+    share, rest = divmod(train.global_batch, ranks)
+    if share and not rest:
+        fits = _nearest_of([n for n in range(1, share + 1) if share % n == 0], train.micro_batch)
+        works += f", or train.micro_batch={fits}"
+    yield Problem("train.global_batch", str(train.global_batch), f"{message}; nearest that work: {works}")
+
+
+def _around(value: int, step: int) -> tuple[int, int]:
+    """The multiples of `step` below and above."""
+    return value // step * step, (value // step + 1) * step
+
+
+def _nearest_of(values: Sequence[int], wanted: int) -> int:
+    return min(values, key=lambda n: (abs(n - wanted), n))
+
+
+def _steps(config: Config) -> Iterator[Problem]:
+    optim, steps = config.optim, config.train.steps
+    if optim.warmup_steps > steps > 0:
+        yield Problem("optim.warmup_steps", str(optim.warmup_steps), f"longer than the run: train.steps={steps}")
+    elif optim.schedule is Schedule.wsd and optim.warmup_steps + optim.decay_steps > steps > 0:
+        message = f"with optim.warmup_steps={optim.warmup_steps} longer than the run: train.steps={steps}"
+        yield Problem("optim.decay_steps", str(optim.decay_steps), message)
+    if optim.schedule is Schedule.wsd and optim.decay_steps == 0:
+        yield _warning("optim.decay_steps", 0, "the wsd schedule never decays; give the length of its last part")
+    if optim.schedule is not Schedule.wsd and optim.decay_steps:
+        message = f"has no effect with optim.schedule={optim.schedule.value}; only wsd has a decay of its own"
+        yield _warning("optim.decay_steps", optim.decay_steps, message)
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    if optim.schedule is not Schedule.constant and optim.min_lr > optim.lr > 0:
+        yield Problem("optim.min_lr", show(optim.min_lr), f"above optim.lr={show(optim.lr)}; lower it")
+    if config.precision.params is ParamDtype.bfloat16 and config.cluster.gpus_per_node == 0:
+        yield _warning(
+            "precision.params", "bfloat16", "without GPUs (cluster.gpus_per_node=0) this is slow on most CPUs"
+        )
+
+
+def _kernels(config: Config) -> Iterator[Problem]:
+    """Names only. Whether this machine has an implementation is seen where the run starts."""
+    kernels = config.kernels
+    for op, implementation in kernels.ops.items():
+        if op not in OPS:
+            yield Problem(f"kernels.ops.{op}", implementation, f"no such op; {_meant(op, OPS)}")
+    for field, chosen in [("default", kernels.default), *((f"ops.{op}", name) for op, name in kernels.ops.items())]:
+        if chosen not in IMPLEMENTATIONS and not config.plugins:  # a plug-in may bring its own
+            message = f"no such implementation; {_meant(chosen, IMPLEMENTATIONS)}"
+            yield Problem(f"kernels.{field}", chosen, message)
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else f"there are: {', '.join(known)}"
+
+
+def _validation(config: Config) -> Iterator[Problem]:
+    held, interval, seq_len = config.data.validation_tokens, config.train.eval_interval, config.data.seq_len
+    if interval > 0 and held == 0:
+        message = "validation needs held-out data; set data.validation_tokens, or train.eval_interval=0"
+        yield Problem("train.eval_interval", str(interval), message)
+    elif interval == 0 and held > 0:
+        message = "keeps data from training that nothing looks at; set train.eval_interval"
+        yield _warning("data.validation_tokens", held, message)
+    if 0 < held <= seq_len:
+        message = f"holds not one sample; expected at least data.seq_len + 1 = {seq_len + 1}"
+        yield Problem("data.validation_tokens", str(held), message)
+    if interval > config.train.steps > 0:
+        yield _warning("train.eval_interval", interval, f"longer than the run: train.steps={config.train.steps}")
+
+
+def _checkpoints(config: Config) -> Iterator[Problem]:
+    if config.checkpoint.interval == 0 and config.resilience.continuation is Continuation.requeue:
+        message = "with resilience.continuation=requeue: a stop without warning starts again at step 0; set an interval"
+        yield _warning("checkpoint.interval", 0, message)
+
+
+def _warning(field: str, value: object, message: str) -> Problem:
+    severity: Severity = "warning"
+    return Problem(field, str(value), message, severity)

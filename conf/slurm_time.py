@@ -1,0 +1,52 @@
+"""Slurm's time limits: every form that sbatch documents for --time.
+
+Owns: reading them (and writing one). Held against sbatch 22.05, whose parser also lets through "1-" and "-5"; these are
+refused here.
+"""
+
+from __future__ import annotations
+
+import re
+
+FORMS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds"
+
+_UNLIMITED = ("unlimited", "infinite", "-1")
+_WITH_DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?", re.ASCII)
+_WITHOUT = re.compile(r"(\d+)(?::(\d+)(?::(\d+))?)?", re.ASCII)
+_LONGEST = 2**31 - 1  # seconds; Slurm counts them in a C int, beyond which a limit turns into something else
+
+
+def parse_time(text: str) -> int | None:
+    """The time limit in seconds, rounded up to whole minutes as Slurm does; None for no limit (UNLIMITED, 0).
+
+    Raises:
+        ValueError: `text` has none of the FORMS.
+    """
+    if text.lower() in _UNLIMITED:
+        return None
+    seconds = _seconds(text)
+    if seconds is None or seconds > _LONGEST:
+        raise ValueError(f"expected one of sbatch's forms: {FORMS}, or UNLIMITED")
+    return (seconds + 59) // 60 * 60 or None
+
+
+def _seconds(text: str) -> int | None:
+    with_days = _WITH_DAYS.fullmatch(text)
+    if with_days:
+        days, hours, minutes, seconds = (int(part or 0) for part in with_days.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    without = _WITHOUT.fullmatch(text)
+    if not without:
+        return None
+    first, second, third = without.groups()
+    if third is None:  # minutes[:seconds]
+        return int(first) * 60 + int(second or 0)
+    return (int(first) * 60 + int(second)) * 60 + int(third)
+
+
+def format_time(seconds: int) -> str:
+    """A number of seconds as days-hours:minutes:seconds, the days left out if there are none."""
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}-{hour:02}:{minute:02}:{second:02}" if days else f"{hour:02}:{minute:02}:{second:02}"

@@ -1,0 +1,91 @@
+"""Slurm's time limits, held against what sbatch and scontrol of 22.05 made of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stoker.conf.slurm_time import format_time, parse_time
+
+# text -> minutes; `scontrol show job` of a job that was submitted with it
+TAKEN = {
+    "10": 10,
+    "00010": 10,
+    "10:30": 11,
+    "0:30": 1,
+    "1:99": 3,
+    "90:00": 90,
+    "0:00:30": 1,
+    "1:10:30": 71,
+    "99:99:99": 4 * 1440 + 4 * 60 + 41,
+    "1-2": 1440 + 120,
+    "1-25": 2 * 1440 + 60,
+    "1-2:3": 1440 + 123,
+    "1-2:3:4": 1440 + 124,
+    "1-0:0:1": 1441,
+    "0-00:01:01": 2,
+    "365-0": 365 * 1440,
+}
+UNLIMITED = ["0", "0:0", "0-0", "UNLIMITED", "Unlimited", "infinite", "-1"]
+REFUSED = [
+    "", "1:", "1:2:3:4", "1-2:3:4:5", "1-2-3", "abc", "10m", " 10", "10 ", "+5", "1:-2", "1--2", "::", ":5", "-", "1.5",
+    "1:2-3", "5-:3", "1::2", "1-2::3", "\u0661\u0660",
+]  # fmt: skip
+# What sbatch lets through and takes for something else.
+ALSO_REFUSED = ["1-", "-5", "35791395", "2147483647", "99999999999", "24855-4"]
+
+
+@pytest.mark.parametrize("text", TAKEN)
+def test_a_time_is_what_slurm_makes_of_it(text: str) -> None:
+    assert parse_time(text) == TAKEN[text] * 60
+
+
+@pytest.mark.parametrize("text", UNLIMITED)
+def test_no_limit(text: str) -> None:
+    assert parse_time(text) is None
+
+
+@pytest.mark.parametrize("text", [*REFUSED, *ALSO_REFUSED])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected one of sbatch's forms: minutes, minutes:seconds, hours:minutes"):
+        parse_time(text)
+
+
+@given(st.integers(1, 20_000 * 86_400))
+def test_a_written_time_is_read_back_rounded_up_to_minutes(seconds: int) -> None:
+    assert parse_time(format_time(seconds)) == -(-seconds // 60) * 60
+
+
+def test_a_time_is_written_with_its_days() -> None:
+    assert format_time(59) == "00:00:59"
+    assert format_time(86_400 + 3 * 3600 + 4 * 60 + 5) == "1-03:04:05"
+
+
+@given(st.text(st.sampled_from("0123456789:-"), max_size=9))
+def test_no_text_is_taken_for_less_than_a_minute(text: str) -> None:
+    try:
+        seconds = parse_time(text)
+    except ValueError:
+        return
+    assert seconds is None or seconds >= 60
+
+
+@pytest.mark.slurm
+def test_the_installed_sbatch_takes_and_refuses_the_same(tmp_path: Path) -> None:
+    """Options are read before any controller is asked; an unknown option ends it there."""
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n")
+
+    def is_taken(text: str) -> bool:
+        command = ["sbatch", f"--time={text}", "--no-such-option"]
+        environment = os.environ | {"SLURM_CONF": str(conf)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        assert "Invalid --time" in done.stderr or "--no-such-option" in done.stderr, done.stderr
+        return "Invalid --time" not in done.stderr
+
+    assert [text for text in [*TAKEN, *UNLIMITED] if not is_taken(text)] == []
+    assert [text for text in REFUSED if is_taken(text)] == []
