@@ -70,9 +70,10 @@ class Cluster:
             nodes.check_shared(spec, layout)
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as output:
-            keeper = _start_keeper(layout, spec, theirs, output)
+            keeper = _start_keeper(layout, theirs, output)
             theirs.close()
             try:
+                ours.sendall(spec.to_json().encode() + b"\n")
                 report = json.loads(ours.makefile().readline() or "{}")
             except BaseException:
                 # The keeper sees the end of the line and takes everything down; let it finish.
@@ -349,11 +350,11 @@ def remains(layout: Layout, keep_logs: bool = False) -> list[str]:
     return found
 
 
-def _start_keeper(layout: Layout, spec: ClusterSpec, line: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start_keeper(layout: Layout, line: socket.socket, output: IO[bytes]) -> subprocess.Popen[bytes]:
     kept = ("PATH", "HOME", "LANG", "TZ", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {key: os.environ[key] for key in kept if key in os.environ}
     return subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.keeper", str(layout.root), str(line.fileno()), spec.to_json()],
+        [sys.executable, "-m", f"{__package__}.keeper", str(layout.root), str(line.fileno())],
         env={**environment, processes.MARKER: str(layout.root)},
         pass_fds=[line.fileno()],
         stdin=subprocess.DEVNULL,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -33,7 +34,7 @@ def make_directories(layout: Layout, shared_machine: bool) -> None:
 
 def write_configuration(spec: ClusterSpec, site: Site) -> None:
     layout = site.layout
-    layout.spec.write_text(spec.to_json())
+    layout.spec.write_text(spec.to_json() + "\n")
     layout.slurm_conf.write_text(config.slurm_conf(spec, site))
     (layout.etc / "gres.conf").write_text(config.gres_conf(spec, layout))
     (layout.etc / "cgroup.conf").write_text(config.cgroup_conf(site.version))
@@ -103,8 +104,11 @@ def _remove_tree(path: Path) -> None:
 
 def log_tail(layout: Layout, daemon: str, lines: int = 12) -> list[str]:
     """The last lines a daemon wrote, for people who ask why it died."""
-    found: list[str] = []
+    found: dict[str, str] = {}
     for name in (f"{daemon}.out", f"{daemon}.log"):
         with contextlib.suppress(OSError):
-            found += (layout.log / name).read_text(errors="replace").splitlines()
-    return list(dict.fromkeys(line for line in found if line.strip()))[-lines:]
+            for line in (layout.log / name).read_text(errors="replace").splitlines():
+                # Slurm's daemons write the same lines to both, one time with their name before it, one with the time.
+                bare = re.sub(r"^(\[[^]]*\]|\w+:) ", "", line)
+                found[bare] = found.pop(bare, line)
+    return [line for bare, line in found.items() if bare.strip()][-lines:]

@@ -239,13 +239,15 @@ def _tell(connection: socket.socket, **report: object) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Arguments: the directory, the number of the inherited socket, the spec as JSON."""
+    """Arguments: the directory and the number of the inherited socket, on which the spec comes in one line."""
     starter = socket.socket(fileno=int(argv[1]))
     starter.set_inheritable(False)
     os.chdir("/")
     os.umask(0o022)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    keep(Layout(Path(argv[0])), ClusterSpec.from_json(argv[2]), starter)
+    with starter.makefile() as line:
+        spec = ClusterSpec.from_json(line.readline())
+    keep(Layout(Path(argv[0])), spec, starter)
     return 0
 
 

@@ -149,7 +149,8 @@ def _own_tmp(plan: NodePlan) -> None:
 
 def check_shared(spec: ClusterSpec, layout: Layout) -> None:
     """Raise ValueError for directories that isolated nodes cannot have in common."""
-    for path in [layout.root, *[Path(share).resolve() for share in spec.share]]:
+    shared = [Path(share).resolve() for share in spec.share]
+    for path in [layout.root, *shared]:
         if path == Path("/tmp") or path == Path("/dev/shm") or Path("/dev/shm") in path.parents:
             raise ValueError(f"{path}: isolated nodes have their own /tmp and /dev/shm; share a directory below /tmp")
 
@@ -158,8 +159,8 @@ def shared_below_tmp(spec: ClusterSpec, layout: Layout) -> list[Path]:
     """Directories below /tmp that isolated nodes see too: the cluster's own, what Python and this package need, the
     home directory and spec.share. Each at most once, none inside another."""
     wanted = [layout.root, Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix), Path.home()]
-    resolved = {Path(path).resolve() for path in [*wanted, *spec.share]}
-    below = sorted(path for path in resolved if Path("/tmp") in path.parents and path.is_dir())
+    resolved = {path.resolve() for path in [*wanted, *map(Path, spec.share)]}
+    below = sorted(path for path in resolved if Path("/tmp") in path.parents and os.path.isdir(path))
     return [path for path in below if not any(parent in below for parent in path.parents)]
 
 
@@ -172,7 +173,8 @@ def _serve(plan: NodePlan) -> NoReturn:
         ended = dict(processes.reap())
         if slurmd in ended:
             if os.WIFEXITED(ended[slurmd]):
-                failure.write_text(f"slurmd of {plan.name} ended with status {os.WEXITSTATUS(ended[slurmd])}\n")
+                with contextlib.suppress(OSError):
+                    failure.write_text(f"slurmd of {plan.name} ended with status {os.WEXITSTATUS(ended[slurmd])}\n")
             slurmd = 0
         if received == START_SLURMD and not slurmd:
             failure.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 from .spec import MARKER_FILE, ClusterSpec
 
@@ -14,6 +13,7 @@ CLIENTS = (
     *("sbatch", "srun", "salloc", "squeue", "scancel", "scontrol", "sinfo", "sattach", "sbcast"),
     *("sacct", "sacctmgr", "sdiag", "sprio", "sreport", "sshare", "sstat"),
 )
+_SYSTEM_PATH = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin")
 _BASE = "apt-get install slurm-wlm munge iproute2 procps"
 _DATABASE = "apt-get install mariadb-server slurmdbd"
 
@@ -23,8 +23,8 @@ def search_path(spec: ClusterSpec, path: str | None = None) -> str:
     prefix = [f"{spec.slurm_prefix}/bin", f"{spec.slurm_prefix}/sbin"] if spec.slurm_prefix else []
     given = (os.environ.get("PATH", os.defpath) if path is None else path).split(os.pathsep)
     # A shell may have another cluster's commands first in its PATH: those would go there.
-    own = [part for part in given if part and not (Path(part).parent / MARKER_FILE).exists()]
-    wanted = [*prefix, *own, "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin"]
+    own = [part for part in given if part and not os.path.exists(f"{os.path.dirname(part)}/{MARKER_FILE}")]
+    wanted = [*prefix, *own, *_SYSTEM_PATH]
     return os.pathsep.join(dict.fromkeys(wanted))
 
 

@@ -78,7 +78,8 @@ class ClusterSpec:
         return int(name[1:])
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        """In one line, without a newline."""
+        return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> ClusterSpec:
