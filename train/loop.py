@@ -20,44 +20,27 @@ import torch
 from ..conf.schema import Config, ParamDtype
 from ..kernels import Ops, select
 from ..launcher.run.heartbeat import Phase
-from ..launcher.run.outcome import Cause
 from .context import RunContext
 from .data.build import DataSpec, TrainingData, build_data
 from .data.dataset import Batch
 from .device import memory_gib, set_determinism
+from .errors import BadInputError, DivergedError, StorageError
 from .evaluate import evaluate
 from .flops import flops_per_token, peak_flops
 from .grid import Grid
 from .init import initialize
 from .linear import WeightGradients
-from .metrics import Clock, StepMetrics, append
+from .metrics import Clock, StepLog, StepMetrics, append
 from .model import Decoder, DropoutKey
 from .optim import AdamW
 from .params import ParamTable, decoder_table
+from .progress import Progress, Totals
 from .reducer import GradientReducer
 from .schedule import LearningRate
 from .state.checkpointer import Checkpointer, SaveFailedError
 from .state.entry import Entry
 
 BAD_STEPS = 5  # so many in a row, and the run has diverged
-
-
-class BadInputError(ValueError):
-    """The configuration or its input is wrong in a way that only the trainer can see; starting again does not help."""
-
-    cause = Cause.BAD_CONFIG
-
-
-class StorageError(Exception):
-    """The last checkpoint of the run could not be saved."""
-
-    cause = Cause.STORAGE
-
-
-class DivergedError(Exception):
-    """Loss or gradients were not finite in `BAD_STEPS` steps in a row."""
-
-    cause = Cause.DIVERGED
 
 
 @dataclass(frozen=True)
@@ -67,35 +50,6 @@ class Ended:
     finished: bool
     step: int
     saved_step: int | None
-
-
-@dataclass
-class Progress:
-    """The numbers of the persistent state; with weights and optimizer state, all that a checkpoint holds."""
-
-    step: int = 0  # optimizer steps completed, skipped ones included
-    updates: int = 0  # those that changed the weights
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    bad_steps: int = 0  # skipped in a row, up to now; 0 in every checkpoint
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """A step's sums over all ranks, on the host."""
-
-    loss: float
-    tokens: int
-    grad_norm: float  # of the scaled gradient sum
-
-    @property
-    def problem(self) -> str | None:
-        """Why the step must not change the weights."""
-        if self.tokens == 0:
-            return "no target counts in this batch"
-        if not isfinite(self.loss):
-            return "the loss is not finite"
-        return None if isfinite(self.grad_norm) else "the gradient is not finite"
 
 
 class Trainer:
@@ -118,6 +72,7 @@ class Trainer:
         self.data: TrainingData | None = None
         self._saved_step: int | None = None
         self._is_first = True
+        self._log = StepLog(config.train.steps)
         # Gradients are sums; this constant only keeps them in a comfortable range. The exact token count comes later.
         self._scale = 1.0 / (config.train.global_batch * config.data.seq_len)
         self._flops = flops_per_token(config.model, table, config.data.seq_len)
@@ -137,6 +92,7 @@ class Trainer:
             ops = select({"default": config.kernels.default, **config.kernels.ops}, grid.device.type)
             trainer = cls(config, grid, context, ops, decoder_table(config.model))
             trainer._restore_and_open()
+            trainer._announce()
         except ValueError as e:
             raise BadInputError(str(e)) from e
         return trainer
@@ -181,6 +137,17 @@ class Trainer:
             for f in self.table.owned()
         ]
 
+    def _announce(self) -> None:
+        """What this trainer is, on rank 0's log."""
+        if self.grid.rank == 0:
+            assert self.data is not None
+            print(
+                f"{self.table.numel:,} parameters in {_dtype(self.config)}, {self.grid.data.size} data-parallel ranks, "
+                f"{self.data.train.micro_steps} micro-steps per step, from step {self.progress.step}"
+            )
+            for choice in self.ops.choices:
+                print(choice)
+
     # One step.
 
     def step(self) -> None:
@@ -223,13 +190,13 @@ class Trainer:
         except ValueError as e:
             raise BadInputError(str(e)) from e
 
-    def _read(self, totals: torch.Tensor) -> _Totals:
+    def _read(self, totals: torch.Tensor) -> Totals:
         """The one place in a step that waits for the device: whether to update is decided by these numbers."""
         norm = self.ops.l2norm([self.reducer.flat])
         loss, tokens, grad_norm = torch.cat([totals, norm.double().reshape(1)]).tolist()
-        return _Totals(loss, int(tokens), grad_norm)
+        return Totals(loss, int(tokens), grad_norm)
 
-    def _commit(self, totals: _Totals, rate: float) -> None:
+    def _commit(self, totals: Totals, rate: float) -> None:
         """Change the persistent state. No collective may follow in this step."""
         progress = self.progress
         if totals.problem is None:
@@ -248,10 +215,10 @@ class Trainer:
 
     # Between steps.
 
-    def _after_step(self, totals: _Totals, rate: float, seconds: float) -> None:
+    def _after_step(self, totals: Totals, rate: float, seconds: float) -> None:
         progress, train = self.progress, self.config.train
         if self._is_first:
-            self.context.report("first_step", step=progress.step)
+            self._report("first_step", step=progress.step)
             self._is_first = False
         eval_loss = None
         if train.eval_interval and progress.step % train.eval_interval == 0:
@@ -266,8 +233,7 @@ class Trainer:
 
     def _bad_step(self, problem: str) -> None:
         progress = self.progress
-        if self.grid.rank == 0:
-            self.context.report("bad_step", step=progress.step, reason=problem, in_a_row=progress.bad_steps)
+        self._report("bad_step", step=progress.step, reason=problem, in_a_row=progress.bad_steps)
         if progress.bad_steps >= BAD_STEPS:
             raise DivergedError(
                 f"step {progress.step}: {problem}, for the {progress.bad_steps}th step in a row; the newest checkpoint "
@@ -280,12 +246,16 @@ class Trainer:
             return None
         began = time.perf_counter()
         loss = evaluate(self.model, self.data.validation, self.grid, self.context.pulse)
-        if self.grid.rank == 0:
-            seconds = round(time.perf_counter() - began, 3)
-            self.context.report("eval", step=self.progress.step, loss=loss if isfinite(loss) else None, seconds=seconds)
+        seconds = round(time.perf_counter() - began, 3)
+        self._report("eval", step=self.progress.step, loss=loss if isfinite(loss) else None, seconds=seconds)
         return loss
 
-    def _write_metrics(self, totals: _Totals, rate: float, seconds: float, eval_loss: float | None) -> None:
+    def _report(self, event: str, **fields: Any) -> None:
+        """Once for all ranks."""
+        if self.grid.rank == 0:
+            self.context.report(event, **fields)
+
+    def _write_metrics(self, totals: Totals, rate: float, seconds: float, eval_loss: float | None) -> None:
         mean = 1.0 / totals.tokens if totals.tokens else float("nan")
         speed = totals.tokens / seconds
         metrics = StepMetrics(
@@ -302,6 +272,7 @@ class Trainer:
             eval_loss=eval_loss,
         )
         append(self.context.attempt.metrics(self.context.generation), metrics)
+        self._log.step(metrics)
 
     # Checkpoints.
 
@@ -310,6 +281,7 @@ class Trainer:
 
         After a bad step nothing is saved: whether the weights are sound shows only in the next good step.
         """
+        assert self.data is not None
         progress = self.progress
         if progress.step == self._saved_step:
             return None
@@ -318,7 +290,8 @@ class Trainer:
         self.context.pulse.enter(Phase.SAVE)
         with self.clock.measure("save"):
             try:
-                self.checkpointer.save(progress.step, self.entries(), self._state())
+                state = progress.to_state(self.config, self.data.fingerprints)
+                self.checkpointer.save(progress.step, self.entries(), state)
             except SaveFailedError as e:  # reported by the checkpointer; the older checkpoints are as they were
                 return str(e)
             self._saved_step = progress.step
@@ -328,39 +301,20 @@ class Trainer:
     def _save_last(self) -> None:
         problem = self._save()
         if problem is not None:
-            raise StorageError(f"the run is done, but its last state is not saved: {problem}")
-
-    def _state(self) -> dict[str, Any]:
-        """The plain values of the persistent state, JSON all the way down."""
-        assert self.data is not None
-        return {
-            "step": self.progress.step,
-            "updates": self.progress.updates,
-            "consumed_samples": self.progress.consumed_samples,
-            "consumed_tokens": self.progress.consumed_tokens,
-            "seed": self.config.seed,
-            "schedule_steps": self.config.train.steps,
-            "data": self.data.fingerprints,
-        }
+            kind = DivergedError if self.progress.bad_steps else StorageError
+            raise kind(f"the run is done, but its last state is not saved: {problem}")
 
     def _restore_and_open(self) -> None:
         """Weights and progress from the newest checkpoint, then the data from where it stood."""
         restored = self.checkpointer.restore(self.entries())
-        state: dict[str, Any] = restored.manifest.state if restored is not None else {}
-        if state:
-            self._check_resumable(state)
-            self.progress = Progress(
-                state["step"], state["updates"], state["consumed_samples"], state["consumed_tokens"]
-            )
+        fingerprints = None
+        if restored is not None:
+            fingerprints = restored.manifest.state["data"]
+            self.progress, changed = Progress.from_state(restored.manifest.state, self.config)
             self._saved_step = self.progress.step
-        self.data = _open_data(self.config, self.grid, self.progress.consumed_samples, state.get("data"))
-
-    def _check_resumable(self, state: dict[str, Any]) -> None:
-        if state["seed"] != self.config.seed:
-            raise ValueError(
-                f"seed = {self.config.seed}, but the checkpoint was made with seed {state['seed']}: the order of the "
-                "data would change; set it back, or start a new run"
-            )
+            if changed:
+                self._report("settings_changed", step=self.progress.step, changes=changed)
+        self.data = _open_data(self.config, self.grid, self.progress.consumed_samples, fingerprints)
 
 
 def _dtype(config: Config) -> torch.dtype:

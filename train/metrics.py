@@ -76,6 +76,26 @@ class StepMetrics:
         return to_json(record)
 
 
+class StepLog:
+    """A line for people now and then: the first step, then at most one every ten seconds, and the last."""
+
+    def __init__(self, steps: int, interval: float = 10.0) -> None:
+        self._steps, self._interval, self._next = steps, interval, 0.0
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Print it if it is time."""
+        now = time.monotonic()
+        if now < self._next and metrics.step < self._steps:
+            return
+        self._next = now + self._interval
+        tail = "" if metrics.eval_loss is None else f", validation loss {metrics.eval_loss:.4f}"
+        print(
+            f"step {metrics.step}/{self._steps}: loss {metrics.loss:.4f}, grad norm {metrics.grad_norm:.3f}, "
+            f"{metrics.tokens / metrics.step_seconds:,.0f} tokens/s{tail}",
+            flush=True,
+        )
+
+
 def append(path: Path, metrics: StepMetrics) -> None:
     """Raises OSError."""
     append_line(path, metrics.line())

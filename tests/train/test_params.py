@@ -1,0 +1,87 @@
+"""The parameter table, and initial values that depend on seed and name alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stoker.conf.schema import ModelConfig
+from stoker.kernels import select
+from stoker.train.box import Box
+from stoker.train.grid import single
+from stoker.train.init import initial_value, initialize
+from stoker.train.linear import WeightGradients
+from stoker.train.model import Decoder
+from stoker.train.params import ParamFacts, ParamTable, Role, decoder_table
+
+CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48)
+
+
+def build(config: ModelConfig, seed: int = 0) -> Decoder:
+    model = Decoder(config, select(), WeightGradients())
+    initialize(model, decoder_table(config), single(), seed)
+    return model
+
+
+def test_counts_are_those_of_the_benchmark_model() -> None:
+    config = ModelConfig(vocab_size=8192, hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_size=768)
+    assert decoder_table(config).numel == 10_490_112
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_table_and_model_agree(tied: bool, qk_norm: bool) -> None:
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, tied_embeddings=tied, qk_norm=qk_norm)
+    decoder_table(config).check(build(config), single())
+
+
+def test_a_tied_head_is_the_embedding_and_counted_once() -> None:
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, tied_embeddings=True)
+    table, model = decoder_table(config), build(config)
+    assert table.local(model, "head") is model.embedding
+    assert "head" not in {f.name for f in table.owned()}
+    assert table.uses("embedding") == 2
+    assert table.uses("norm") == 1
+
+
+def test_norms_do_not_decay() -> None:
+    undecayed = {f.name for f in decoder_table(CONFIG) if not f.is_decayed}
+    assert undecayed == {"norm"} | {f"blocks.{i}.{part}.norm" for i in (0, 1) for part in ("attention", "ffn")}
+
+
+def test_box_of_a_cut_parameter_is_this_ranks_rows() -> None:
+    table = ParamTable([ParamFacts("w", (6, 4), Role.MATRIX, 1.0, shard_dim=0, shard_axis="data")])
+    assert table.box("w", single()) == Box((0, 0), (6, 4))
+
+
+def test_initial_values_are_a_function_of_seed_and_name() -> None:
+    shallow = build(ModelConfig(**{**vars(CONFIG), "num_layers": 1}))
+    deep = build(CONFIG)
+    # The residual projections differ by their scale only, since it depends on the depth.
+    assert torch.equal(shallow.blocks["0"].attention.wq, deep.blocks["0"].attention.wq)
+    assert not torch.equal(deep.blocks["0"].attention.wq, deep.blocks["1"].attention.wq)
+    assert not torch.equal(build(CONFIG, seed=1).embedding, deep.embedding)
+
+
+def test_initial_values_stay_what_they_were() -> None:
+    """Golden: a change here changes every run's start."""
+    value = initial_value(ParamFacts("blocks.0.attention.wq", (4, 8), Role.MATRIX, 1.0), seed=5)
+    assert value[0, :4].tolist() == pytest.approx([1.1875601, -1.5800276, -0.2281584, 1.4586132], abs=1e-6)
+
+
+def test_residual_projections_start_smaller_by_the_depth() -> None:
+    std = {f.name: f.init_std for f in decoder_table(ModelConfig(num_layers=8, init_std=0.02))}
+    assert std["blocks.7.attention.wo"] == std["blocks.0.ffn.down"] == pytest.approx(0.005)
+    assert std["blocks.0.attention.wq"] == std["embedding"] == std["head"] == 0.02
+
+
+def test_norms_start_at_one_and_matrices_with_their_deviation() -> None:
+    model = build(ModelConfig(vocab_size=512, hidden_size=128, num_layers=1, init_std=0.05))
+    assert torch.equal(model.norm, torch.ones(128))
+    assert float(model.embedding.detach().std()) == pytest.approx(0.05, rel=0.02)
+    assert abs(float(model.embedding.detach().mean())) < 1e-3
+
+
+def test_a_stage_has_its_blocks_under_their_global_names() -> None:
+    stage = Decoder(CONFIG, select(), WeightGradients(), layers=[1])
+    assert "blocks.1.ffn.gate" in dict(stage.named_parameters())
+    assert not any(name.startswith("blocks.0") for name, _ in stage.named_parameters())
