@@ -45,7 +45,8 @@ class GradientReducer:
         self._slots, self._buckets, self.flat = _lay_out(order, bucket_bytes)
         self.gradients = {slot.name: slot.gradient for slot in self._slots.values()}
         self._holds_sum: set[Tensor] = set()
-        self._left = [0] * len(self._buckets)
+        self._uses: dict[Tensor, int] = {}  # contributions that the pass under way still owes, by parameter
+        self._left = [0] * len(self._buckets)  # and by bucket
         self._is_last = False
         self._works: list[Work] = []
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for _, p, _ in order]
@@ -58,6 +59,7 @@ class GradientReducer:
     def begin_micro_step(self, is_last: bool) -> None:
         """One backward pass's contributions follow; in the last one of a step, buckets are reduced as they fill."""
         self._is_last = is_last
+        self._uses = {weight: slot.uses for weight, slot in self._slots.items()}
         self._left = [bucket.contributions for bucket in self._buckets]
 
     def target(self, weight: Tensor) -> tuple[Tensor, bool]:
@@ -68,9 +70,10 @@ class GradientReducer:
 
     def ready(self, weight: Tensor) -> None:
         """See GradientSink. Starts the reduction of every bucket that is full, in order. Raises PeerLostError."""
-        number = self._slots[weight].bucket
-        self._left[number] -= 1
-        assert self._left[number] >= 0, f"{self._slots[weight].name}: more gradients than uses"
+        slot = self._slots[weight]
+        assert self._uses[weight] > 0, f"{slot.name}: more gradients than uses"
+        self._uses[weight] -= 1
+        self._left[slot.bucket] -= 1
         while self._is_last and len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
             self._works.append(self._comm.all_reduce_async(self._buckets[len(self._works)].flat))
 
