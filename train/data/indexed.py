@@ -34,8 +34,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 LENGTH = np.dtype("<i4")
 POINTER = np.dtype("<i8")
 
-_PAGE = 512  # documents looked at by one read at the end of a search
-_FENCES = 4096  # about how many probes of the search's upper levels are remembered
+_PAGE = 512  # documents looked at by one read of a search
 _PROBES = 16  # neighbouring sequences checked at opening, spread over the file
 _CHUNK = 1 << 20  # entries read at once when everything is asked for
 
@@ -92,7 +91,6 @@ class IndexedTokens:
         except BaseException:
             self.close()
             raise
-        self._fences: dict[int, int] = {}
 
     def _read_header(self) -> None:
         size = os.fstat(self._fds[1]).st_size
@@ -186,7 +184,7 @@ class IndexedTokens:
     def _starts(self, lo: int, hi: int) -> npt.NDArray[np.int64]:
         """Token offsets at which documents [lo, hi) start, int64 [hi - lo]."""
         indices = self._entries(self._indices_at, lo, hi - lo)
-        if indices[0] < 0 or indices[-1] > self.sequences or (np.diff(indices) < 0).any():
+        if indices[0] < 0 or indices[-1] > self.sequences or (indices[1:] < indices[:-1]).any():
             raise ValueError(
                 f"{self._idx}: document indices {lo} to {hi} do not ascend within 0 to {self.sequences}: damaged"
             )
@@ -196,32 +194,31 @@ class IndexedTokens:
         pointers[:stored] = self._entries(self._pointers_at, base, stored)
         pointers[stored:] = self.tokens * self.dtype.itemsize  # empty documents at the end have no sequence to point at
         starts: npt.NDArray[np.int64] = pointers[indices - base] // self.dtype.itemsize
-        if starts[0] < 0 or starts[-1] > self.tokens or (np.diff(starts) < 0).any():
+        if starts[0] < 0 or starts[-1] > self.tokens or (starts[1:] < starts[:-1]).any():
             raise ValueError(
                 f"{self._idx}: documents {lo} to {hi} do not start in ascending order within the .bin: damaged"
             )
         return starts
 
-    def _fence(self, d: int, width: int) -> int:
-        start = self._fences.get(d)
-        if start is None:
-            start = int(self._starts(d, d + 1)[0])
-            if width * _FENCES > self.documents:
-                self._fences[d] = start
-        return start
-
     def _page(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
         """First document and starts of a few documents, of which all before start by token and all after later.
 
-        Found by bisection on the file (nothing is loaded whole); may be empty, if all documents start by token.
+        May be empty, if all start by token. Found by interpolation, as documents of like length lie evenly, with
+        a bisection after each step that was wrong, as they may not; nothing is loaded whole or kept.
         """
-        lo, hi = 0, self.documents
+        lo, hi, begin, end = 0, self.documents, 0, self.tokens
+        is_guess = True
         while hi - lo > _PAGE:
-            mid = (lo + hi) // 2
-            if self._fence(mid, hi - lo) <= token:
-                lo = mid + 1
+            share = (token - begin) / max(1, end - begin) if is_guess else 0.5
+            first = min(max(lo + int(share * (hi - lo)) - _PAGE // 2, lo), hi - _PAGE)
+            page = self._starts(first, first + _PAGE)
+            if page[0] > token:
+                hi, end = first, int(page[0])
+            elif page[-1] <= token:
+                lo, begin = first + _PAGE, int(page[-1])
             else:
-                hi = mid
+                return first, page
+            is_guess = not is_guess
         return lo, self._starts(lo, hi) if hi > lo else np.empty(0, np.int64)
 
     def last_start_up_to(self, token: int) -> int:

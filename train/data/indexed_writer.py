@@ -37,8 +37,8 @@ def index_bytes(
         yield np.concatenate([[begin], stops[:-1]]).astype(POINTER).tobytes()
         begin = int(stops[-1])
     yield np.zeros(1, POINTER).tobytes()
-    for piece in ends():
-        yield piece.astype(POINTER).tobytes()
+    for indices in ends():
+        yield indices.astype(POINTER).tobytes()
 
 
 class IndexWriter:

@@ -165,7 +165,8 @@ class Loader:
         return batch
 
     def _start(self) -> None:
-        produce = _Production(self.dataset, self.share, self._begin, self._taken, self._at_once, self._pin)
+        device = torch.cuda.current_device() if self._pin else None
+        produce = _Production(self.dataset, self.share, self._begin, self._taken, self._at_once, device)
         self._prefetch = _Prefetch(produce, self._depth)
         self._finalizer = weakref.finalize(self, self._prefetch.close)
 
@@ -190,7 +191,7 @@ class _Production:
     begin: int
     number: int
     at_once: int
-    pin: bool
+    pin_device: int | None  # CUDA device of the thread that asks, None without pinning
 
     def __call__(self) -> list[Batch]:
         """Damage is reported with the micro-step that holds it, so after a failure the steps are read one by one."""
@@ -210,8 +211,11 @@ class _Production:
             own = self.share.of(self.begin + step * size, size, micro)
             samples[k, : len(own)] = own
         batch = self.dataset.batch(samples.reshape(-1))
+        if self.pin_device is not None:
+            torch.cuda.set_device(self.pin_device)  # per thread: else every rank would open a context on device 0
+            batch = batch.pinned()
         self.number += self.at_once
-        return (batch.pinned() if self.pin else batch).split(self.at_once)
+        return batch.split(self.at_once)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def tokenize(options: TokenizeOptions) -> DataMeta:
             encoding, size = _prepare(options, parts, job, work)
             return _publish(options.out, job, encoding, size, _encode_all(parts, encoding, options.workers))
         except BaseException:
-            if not any(read_record(path.with_suffix("")) for path in work.glob("*.json")):
+            records = [read_record(path.with_suffix("")) for path in work.glob("*.json")]
+            if not any(record and record.documents for record in records):  # nothing worth keeping for another try
                 shutil.rmtree(work, ignore_errors=True)
             raise
 
@@ -165,6 +166,8 @@ def _prepare(options: TokenizeOptions, parts: Sequence[Part], job: str, work: Pa
         os.replace(temporary, path)
     tokenizer = load_tokenizer(path)
     size = vocab_size(tokenizer)
+    if options.train_vocab is not None and size < options.train_vocab:
+        print(f"the text is too little for {options.train_vocab} tokens: the tokenizer has {size}", file=sys.stderr)
     encoding = Encoding(
         path,
         file_sha256(path),

@@ -191,15 +191,25 @@ def test_offsets_beyond_32_bits(tmp_path, dtype):
         assert written == (tmp_path / "big.idx").read_bytes()
 
 
-def test_document_starts_are_found_as_by_a_full_scan(tmp_path):
-    rng = np.random.default_rng(7)
-    lengths = rng.integers(0, 4, 5000)  # short and empty documents, several pages of the search
+RNG = np.random.default_rng(7)
+LENGTHS = {
+    "short and empty": RNG.integers(0, 4, 5000),  # ten pages of the search
+    "short, then long": np.concatenate([np.ones(8000, np.int64), np.full(30, 3000)]),
+    "long, then short": np.concatenate([np.full(30, 3000), np.ones(8000, np.int64)]),
+    "one is almost all": np.concatenate([np.full(3000, 2), [60_000], np.full(3000, 2)]),
+    "empty at the end": np.concatenate([np.full(3000, 2), np.zeros(3000, np.int64)]),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_document_starts_are_found_as_by_a_full_scan(tmp_path, kind):
+    rng, lengths = np.random.default_rng(7), LENGTHS[kind]
     with IndexWriter(tmp_path / "g", np.uint16) as writer:
         writer.add_documents(np.zeros(lengths.sum(), np.uint16), lengths)
     starts = np.cumsum(lengths) - lengths
     with IndexedTokens(tmp_path / "g") as tokens:
         for begin in [0, 1, *rng.integers(0, lengths.sum(), 60).tolist(), tokens.tokens - 1]:
-            for width in (1, 10, 2000):
+            for width in (1, 10, 2000, tokens.tokens):
                 expected = starts[(starts > begin) & (starts < begin + width)]
                 assert tokens.starts_within(begin, begin + width).tolist() == expected.tolist()
             assert tokens.last_start_up_to(begin) == starts[starts <= begin].max()

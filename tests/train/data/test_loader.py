@@ -187,6 +187,14 @@ def test_waiting_for_data_is_measured(make_data):
         assert data.train.take_wait() == 0.0
 
 
+@pytest.mark.gpu
+def test_batches_are_pinned_for_asynchronous_copies(make_data):
+    with open_data(make_data(), global_batch=4, micro_batch=2) as data:
+        batch = next(data.train)
+        assert all(t.is_pinned() for t in (batch.tokens, batch.targets, batch.positions, batch.samples))
+        assert torch.equal(batch.to("cuda").tokens.cpu(), batch.tokens)
+
+
 def test_a_fork_reads_on_with_a_thread_of_its_own(make_data):
     with open_data(make_data(), global_batch=1, micro_batch=1) as data:
         next(data.train)
