@@ -54,23 +54,27 @@ def parse(text: str) -> JobInfo:
     return JobInfo(dict(_FIELD.findall(text)))
 
 
-def fate(info: JobInfo) -> JobFate:
-    """Why a job in this state is being signalled."""
-    state = info.state
-    if state.startswith("CANCELLED"):
-        return JobFate.CANCELLED
-    if state == "TIMEOUT":
+_REQUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+
+
+def fate(info: JobInfo, restarts: int) -> JobFate:
+    """Why a job in this state is being signalled. `restarts`: SLURM_RESTART_COUNT as this attempt started with it.
+
+    While processes are being killed Slurm may show COMPLETING and nothing else: then the restart count, which a requeue
+    raises at once, and the reason tell what is under way.
+    """
+    states = set(info.state.replace("+", ",").split(","))
+    if int(info.fields.get("Restarts", restarts)) > restarts or states & _REQUEUED:
+        return JobFate.REQUEUED
+    reason = info.fields.get("Reason", "")
+    if "TIMEOUT" in states or ("COMPLETING" in states and reason == "TimeLimit"):
         return JobFate.TIME_LIMIT
-    if state == "NODE_FAIL":
+    if "NODE_FAIL" in states or ("COMPLETING" in states and reason == "NodeDown"):
         return JobFate.NODE_FAIL
-    if state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "PREEMPTED"):
-        # PREEMPTED as a final state (PreemptMode=CANCEL) is not requeued by Slurm; see supervise.requeue.
-        return JobFate.REQUEUED if state != "PREEMPTED" else JobFate.CANCELLED
-    if state == "COMPLETING":
-        return JobFate.UNKNOWN
-    if info.time("PreemptTime") is not None:
-        return JobFate.PREEMPTED
-    return JobFate.RUNNING if state in ("RUNNING", "SUSPENDED", "STOPPED") else JobFate.UNKNOWN
+    if states & {"RUNNING", "SUSPENDED", "STOPPED"}:
+        return JobFate.RUNNING if info.time("PreemptTime") is None else JobFate.PREEMPTED
+    # CANCELLED, and PREEMPTED as an end (PreemptMode=CANCEL): Slurm does not start it again, so nor do we.
+    return JobFate.CANCELLED if states & {"CANCELLED", "PREEMPTED", "COMPLETING"} else JobFate.UNKNOWN
 
 
 def query(job_id: str) -> JobInfo | None:

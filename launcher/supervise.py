@@ -118,6 +118,7 @@ class Supervisor:
         self.token = secrets.token_hex(16)
         self.agents = Agents(self.token, self.config, self.lease)
         self.ends_at: float | None = None  # wall clock
+        self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.exit_code: int | None = None
         self.interrupts = 0
         self._next_fence = 0.0
@@ -142,7 +143,7 @@ class Supervisor:
         nodes = os.environ.get("SLURM_JOB_NODELIST") or ",".join(local_nodes(self.state.settings.nodes))
         record: dict[str, Any] = {
             "job_id": self.job_id,
-            "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+            "restart_count": self.restarts,
             "nodes": nodes,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -248,7 +249,7 @@ class Supervisor:
         if info is None:
             time.sleep(1.0)
             info = jobinfo.query(self.job_id)
-        fate = jobinfo.fate(info) if info else p.JobFate.UNKNOWN
+        fate = jobinfo.fate(info, self.restarts) if info else p.JobFate.UNKNOWN
         left, evidence = (info.seconds_left, info.evidence) if info else (None, {})
         self._feed(p.Terminated(fate, by, left, evidence))
 
@@ -276,7 +277,7 @@ class Supervisor:
         if self.submission.is_cancelled:
             return _CANCELLED
         info = jobinfo.query(self.job_id)
-        fate = jobinfo.fate(info) if info else p.JobFate.UNKNOWN
+        fate = jobinfo.fate(info, self.restarts) if info else p.JobFate.UNKNOWN
         if fate is p.JobFate.CANCELLED:
             return _CANCELLED
         if fate is p.JobFate.REQUEUED:

@@ -1,0 +1,165 @@
+"""The laboratory of the recovery tests: a real cluster of isolated nodes, real text, and one small run.
+
+Every test disturbs that run in its own way and compares it with the undisturbed one, bit by bit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from stoker.launcher.rehearsal.cluster import Cluster
+from stoker.launcher.rehearsal.spec import ClusterSpec
+from stoker.launcher.rehearsal.trial import Trial
+from stoker.launcher.run.layout import CheckpointName
+from stoker.launcher.run.manifest import verify
+
+STEPS = 40
+SAVE_EVERY = 10
+# A small pause per step, so that there is time to break something in the middle.
+PAUSE = "step:pause-60"
+
+BASE = [
+    "model=tiny",
+    "model.vocab_size=512",
+    "model.hidden_size=64",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_size=128",
+    "data.seq_len=64",
+    f"train.steps={STEPS}",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "optim.warmup_steps=5",
+    f"checkpoint.interval={SAVE_EVERY}",
+    "checkpoint.keep=100",
+    "resilience.lease=8",
+    "resilience.warning=60",
+    "cluster.procs_per_node=1",
+]
+
+
+@contextmanager
+def once(directory: Path) -> Iterator[bool]:
+    """True for the first of several test processes that comes here; the others wait until it is through."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = directory / "done"
+        yield not done.exists()
+        done.touch()
+
+
+class Lab:
+    def __init__(self, cluster: Cluster, data: Path, root: Path) -> None:
+        self.cluster, self.data, self.root = cluster, data, root
+
+    def stoker(self, *argv: str, env: dict[str, str] | None = None, check: bool = True) -> str:
+        command = [sys.executable, "-m", "stoker.launcher.cli", *argv]
+        done = self.cluster.run(command, cwd=self.root, env=env, check=False, timeout=120)
+        if check and done.returncode != 0:
+            raise AssertionError(f"stoker {' '.join(argv)}: {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return str(done.stdout + done.stderr)
+
+    def launch(self, name: str, *overrides: str, failpoints: str = PAUSE, nodes: int = 2) -> Trial:
+        """Launch the small run; `failpoints` come to the job through the submitter's environment."""
+        arguments = [*BASE, *self.source(), f"name={name}", f"run_root={self.root}", "cluster=slurm"]
+        arguments += [f"cluster.nodes={nodes}", "cluster.time=60", *overrides]
+        self.stoker("launch", *arguments, env={"STOKER_FAILPOINTS": failpoints})
+        (path,) = self.root.glob(f"{name}-*")
+        return Trial(path)
+
+    def source(self) -> list[str]:
+        return [f"data.sources=[{{prefix: {self.data}}}]"]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory common to all test processes of this session."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+
+@pytest.fixture(scope="session")
+def text_data(shared: Path) -> Path:
+    """A tokenised sample of real text: some of the standard library's sources."""
+    directory = shared / "recovery-data"
+    with once(directory) as is_first:
+        if is_first:
+            library = Path(os.__file__).parent
+            sources = [str(library / n) for n in ("argparse.py", "typing.py", "inspect.py", "tarfile.py", "ast.py")]
+            command = [sys.executable, "-m", "stoker.train.data.tokenize", *sources]
+            command += ["--train-vocab", "512", "--out", str(directory / "text"), "--workers", "1"]
+            subprocess.run(command, check=True, timeout=120)
+    return directory / "text"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared: Path, text_data: Path) -> tuple[dict[int, float], dict[str, str]]:
+    """Losses by step and digests of the final weights of a run that nothing happened to: no Slurm, no fault."""
+    directory = shared / "recovery-undisturbed"
+    with once(directory) as is_first:
+        if is_first:
+            arguments = [*BASE, f"data.sources=[{{prefix: {text_data}}}]", "name=calm", f"run_root={directory}"]
+            command = [
+                sys.executable,
+                "-m",
+                "stoker.launcher.cli",
+                "run",
+                *arguments,
+                "cluster=local",
+                "cluster.nodes=2",
+            ]
+            subprocess.run(command, check=True, timeout=300, stdin=subprocess.DEVNULL)
+    (path,) = directory.glob("calm-*")
+    run = Trial(path)
+    losses = run.losses()
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    return losses, run.weights(STEPS)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Iterator[Cluster]:
+    """Isolated nodes, one set per test process."""
+    directory = Path("/tmp") / f"stk-rec-{os.getpid()}"
+    spec = ClusterSpec(nodes=6, isolate=True, database=False, share=(str(shared.parent),))
+    try:
+        with Cluster.start(spec, directory) as cluster:
+            yield cluster
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def lab(cluster: Cluster, text_data: Path, tmp_path: Path) -> Iterator[Lab]:
+    yield Lab(cluster, text_data, tmp_path)
+    # Whatever a failed test has left must not take nodes away from the next.
+    ids = cluster.run(["squeue", "-h", "-o", "%A"], check=False).stdout.split()
+    if ids:
+        cluster.run(["scancel", *ids], check=False)
+    for node, state in cluster.node_states().items():
+        if "down" in state or "drain" in state:
+            cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
+
+
+@pytest.fixture
+def same(undisturbed: tuple[dict[int, float], dict[str, str]]) -> Callable[..., None]:
+    """Asserts that a run went exactly as the undisturbed one: every loss and the final weights, bit by bit."""
+
+    def check(run: Trial, except_for: CheckpointName | None = None) -> None:
+        losses, weights = undisturbed
+        assert run.losses() == losses, run.story()
+        assert run.weights(STEPS) == weights, run.story()
+        for name in run.dir.all_checkpoints():
+            if name != except_for:
+                verify(run.dir.checkpoint(name))
+
+    return check
