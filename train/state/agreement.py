@@ -34,7 +34,8 @@ def exchange(grid: Grid, work: Callable[[], Status]) -> list[Status]:
     except (InvalidCheckpointError, MemoryError) as e:
         status = {"error": f"{_place(grid)}: {str(e) or 'out of memory'}"}
     except OSError as e:
-        status = {"error": f"{_place(grid)}: {e.filename}: {e.strerror}"}
+        what = e.strerror if e.filename is None else f"{e.filename}: {e.strerror}"
+        status = {"error": f"{_place(grid)}: {what}"}
     return grid.control.all_gather_json(status)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,12 +84,7 @@ class Segment:
             return
         # The old memory goes before the new comes: both at once is what kills a node at its first save.
         self._tensor, self._map, self.capacity = None, None, 0
-        fd = os.memfd_create("stoker-state", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, size)
-            self._map = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)  # the mapping has a descriptor of its own
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.capacity = size
 

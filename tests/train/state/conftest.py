@@ -1,0 +1,30 @@
+"""A run directory with one attempt, and a crew of processes to work on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stoker.launcher.run.attempts import claim
+from stoker.launcher.run.layout import RunDir
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from state_ranks import Crew
+
+
+@pytest.fixture(scope="session")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    c = Crew(tmp_path_factory.mktemp("crew"))
+    yield c
+    c.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    r = RunDir(tmp_path / "run")
+    r.path.mkdir()
+    claim(r)
+    return r
