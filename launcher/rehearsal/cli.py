@@ -134,16 +134,22 @@ def _status(arguments: argparse.Namespace) -> int:
     report = cluster.status()
     print(f"{cluster.layout.root}: {'isolated' if cluster.spec.isolate else 'plain'}, keeper {cluster.keeper}")
     print(f"daemons: {' '.join(report['daemons'])}")
-    if dead := [name for name in report["ended"] if name not in ("mariadb-install-db",)]:
+    if dead := [name for name in report["ended"] if name != "mariadb-install-db"]:
         print(f"ended:   {' '.join(dead)}")
-    slurm_says = cluster.node_states()
+    slurm_says: dict[str, str] = {}
+    jobs = ""
+    try:
+        slurm_says = cluster.node_states()
+        jobs = cluster.run(["squeue"]).stdout
+    except ClusterError as error:
+        print(f"Slurm does not answer: {error}")
     powered = nodes.roots(cluster.keeper)
     for name in cluster.nodes():
         members = cluster.processes_on(name) if name in powered else []
         is_frozen = bool(members) and members[0].state in "Tt"
         power = "off" if not members else "frozen" if is_frozen else "on"
         print(f"{name:5} {slurm_says.get(name, '?'):10} power {power:7} {len(members)} processes")
-    print(cluster.run(["squeue"]).stdout, end="")
+    print(jobs, end="")
     return 0
 
 

@@ -150,13 +150,18 @@ def take_down(layout: Layout, machine_network: str, keep_logs: bool = False, spa
     it. `machine_network` names the machine's network namespace: what is there is none of ours by that alone."""
     spared = {os.getpid()} | (processes.ancestors(spare) if spare else set())
 
-    def ours() -> list[processes.Process]:
+    def below() -> list[processes.Process]:
         processes.reap()
-        found = processes.descendants(os.getpid()) + processes.belonging_to(layout.root)
+        return [process for process in processes.descendants(os.getpid()) if process.pid not in spared]
+
+    def ours() -> list[processes.Process]:
+        found = below() + processes.belonging_to(layout.root)
         if network_namespace() != machine_network:
             found += processes.in_namespace_of(os.getpid(), "net")
         return [process for process in found if process.pid not in spared]
 
+    # Nearly all is below us; the look at every process of the machine, which is slow, comes once nothing is.
+    processes.kill_until_none(below)
     if left := processes.kill_until_none(ours):
         raise OSError("will not die: " + "; ".join(f"{process.pid} {process.command()}" for process in left))
     if network_namespace() != machine_network:
