@@ -52,7 +52,7 @@ def tiny_config(prefix: str | Path, steps: int = 10, **sections: dict[str, Any])
         config.model, vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48
     )
     config.data = replace(config.data, sources=[DataSource(str(prefix))], seq_len=32, validation_tokens=2_000)
-    config.optim = replace(config.optim, lr=1e-2, min_lr=1e-3, warmup_steps=2)
+    config.optim = replace(config.optim, lr=1e-2, min_lr=1e-3, warmup_steps=min(2, steps))
     config.checkpoint = replace(config.checkpoint, interval=0)
     config.parallel = replace(config.parallel, bucket_mb=0.01, timeout=60)
     for name, fields in sections.items():
