@@ -58,6 +58,7 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
         raise UserError("\n".join(errors))
     script = render(script_of(config, directory, run_id, __version__, python))
     snapshot = code.collect(request.cwd)
+    warnings += _plugins(config, snapshot)
     if snapshot.left_out:
         warnings.append(f"left out of the code snapshot, since they look like keys: {', '.join(snapshot.left_out)}")
     plan = Plan(
@@ -92,6 +93,21 @@ def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]
         errors += live.errors
         warnings += live.warnings
     return list(dict.fromkeys(errors)), list(dict.fromkeys(warnings))
+
+
+def _plugins(config: Config, snapshot: code.Snapshot) -> list[str]:
+    """Warnings about user modules that the job would not find, or would find only as they are by then."""
+    found = []
+    for module in config.plugins:
+        path = module.replace(".", "/")
+        roots = snapshot.pythonpath[1:]
+        if any(f"{root}/{path}{end}" in snapshot.files for root in roots for end in (".py", "/__init__.py")):
+            continue
+        where = f"the git project around {Path.cwd()}" if snapshot.project else "any git project: none is around here"
+        found.append(
+            f"plugins: {module} is not in {where}, so it is not frozen; the job imports whatever is installed by then"
+        )
+    return found
 
 
 def interpreter(config: Config, cwd: Path) -> str:

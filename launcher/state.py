@@ -58,6 +58,7 @@ class Facts:
     job: QueuedJob | None
     queue_known: bool  # whether Slurm answered
     loop_alive: bool | None = None  # of a local run; None: on another host
+    has_begun: bool = True  # whether its batch script was ever started
 
 
 def queue_of(runs: Iterable[RunDir]) -> Queue | None:
@@ -111,6 +112,7 @@ def facts(run: RunDir, queue: Queue | None) -> Facts:
         job=queue.get(job_id) if queue is not None and job_id else None,
         queue_known=queue is not None,
         loop_alive=_loop_alive(newest),
+        has_begun=bool(mine) or job_id is None or (run.job_logs / f"{job_id}.log").exists(),
     )
 
 
@@ -197,6 +199,8 @@ def _gone(f: Facts, how: str) -> RunState:
     if f.outcome is not None:
         detail = f"after {f.outcome.cause.value}, {how} and was not started again; `stoker resume` goes on"
         return RunState(State.INTERRUPTED, detail, EXIT_FAILED)
+    if not f.has_begun:
+        return RunState(State.CANCELLED, f"{how} and never started", EXIT_CANCELLED)
     if not f.attempts:
         return RunState(State.FAILED, f"{how} before the supervisor started; see slurm/*.log", EXIT_FAILED)
     return RunState(State.FAILED, f"{how} and nothing says why; `stoker resume` goes on", EXIT_FAILED)

@@ -168,6 +168,8 @@ def main(argv: list[str]) -> None:
         raise BootstrapError("usage: python RUN_DIR/bootstrap.py MODULE [ARGUMENTS...]")
     here = Path(__file__).resolve().parent
     entries = frozen_code(here)
+    # `python -m` in a child looks into the current directory first: a clone may lie there, but not in a run directory.
+    os.chdir(here)
     # The interpreter put this file's directory first, where checkpoints/ and attempts/ would pass for packages.
     sys.path[:] = entries + [p for p in sys.path if p and Path(p).resolve() != here]
     inherited = os.environ.get("PYTHONPATH")
