@@ -27,5 +27,4 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             f"swiglu: gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}; both must be alike"
         )
     # The composite: a hand-written backward was measured and is no faster on a CPU.
-    wide = accumulate_dtype(gate.dtype)
-    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    return (F.silu(gate.to(accumulate_dtype(gate.dtype))) * up).to(gate.dtype)

@@ -38,6 +38,7 @@ CASES = [
     {},
     {"window": 3},
     {"window": 1},
+    {"window": 8},
     {"window": 100},
     {"doc_ids": DOCS},
     {"doc_ids": DOCS, "window": 2},

@@ -96,6 +96,7 @@ def test_backward_split_into_inputs_and_weights_hands_out_once():
     assert len(received) == 1
     with pytest.raises(RuntimeError, match="appears to not have been used"):
         torch.autograd.grad(losses.sum(), weight)
+    assert len(received) == 1
 
 
 def test_a_frozen_trunk_still_hands_out_the_weight_gradient():
@@ -131,13 +132,27 @@ def test_no_logits_beyond_a_chunk_are_ever_allocated(monkeypatch):
     assert [default_chunk(v) for v in (8192, 128256, 100)] == [512, 128, 41943]
 
 
-def test_without_gradients_nothing_is_formed_ahead():
+def test_a_promise_is_not_held_to_ignored_tokens():
+    x, weight, targets = batch()
+    losses = linear_cross_entropy(x, weight, targets, token_grad=GRAD)
+    mask = (targets != -100).float()
+    found = torch.autograd.grad((losses * mask).sum() * GRAD, (x, weight))
+    want = torch.autograd.grad(linear_cross_entropy(x, weight, targets).sum() * GRAD, (x, weight))
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_without_gradients_nothing_is_formed_ahead(monkeypatch):
+    products = []
+    original = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: products.append(1) or original(*a, **k))
     x, weight, targets = batch()
     with torch.no_grad():
         losses = linear_cross_entropy(
             x, weight, targets, token_grad=GRAD, grad_weight_out=lambda _: pytest.fail("called")
         )
     assert not losses.requires_grad
+    assert len(products) == 1
     torch.testing.assert_close(losses, cross_entropy(x @ weight.T, targets).detach(), rtol=1e-5, atol=1e-5)
 
 
