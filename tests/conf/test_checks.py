@@ -195,8 +195,8 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         "e cluster.time=10 min: expected one of sbatch's forms: minutes, minutes:seconds, hours:minutes:seconds, "
         "days-hours, days-hours:minutes, days-hours:minutes:seconds, or UNLIMITED",
     ]),
-    ({"cluster.time": "2"}, [
-        "e resilience.warning=120: warned up to 150 s before the end of cluster.time=2 (00:02:00), so before it "
+    ({"cluster.time": "2", "resilience.warning": 100}, [
+        "e resilience.warning=100: warned up to 130 s before the end of cluster.time=2 (00:02:00), so before it "
         "starts; lower it or ask for more time",
     ]),
     ({"cluster.time": "0:04:00"}, [
