@@ -17,9 +17,7 @@ import json
 import math
 import os
 import re
-import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 from .errors import UserError, environment_error
 from .find import find_run
 from .run.effective import effective_config
-from .run.files import append_line, read_json, read_lines, to_json
+from .run.files import read_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED, Outcome
 from .run.submissions import submissions
 from .track_feed import Feed, Row, final_outcome
-from .track_log import recorded_step, writers
+from .track_log import cut_torn_end, log_files, recorded_step, wait_for_writers, wait_until_unchanged
+from .track_notes import Notes
 from .track_process import Signals, ends_within, only_tracker, prepare_environment, say
 from .track_values import public_config, public_identity, values_of
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 _CONNECT = 30.0  # seconds the server may take to answer before the tracker records offline
-_LEFTOVER = 30.0  # seconds the service of a killed tracker may take to end; it takes one or two
 _FAILURES = 5  # of wandb in a row, with no step sent between them
 _MARGIN = 10.0  # seconds beyond the patience after which the process is ended
 _NICE = 10
@@ -97,6 +95,7 @@ class Tracker:
         self.identity = read_json(run.run)
         self.wandb_id = str(self.identity["wandb_id"])
         self.directory = run.report / "wandb"
+        self.notes = Notes(run.report / "track.jsonl")
 
     def serve(self) -> int:
         """The exit code.
@@ -173,7 +172,7 @@ class Session:
             WandbError: wandb failed.
             UserError: no key, or the server refuses it; a process that is not ours to end still writes the log files.
         """
-        _wait_for_writers(self._t.directory)
+        self._settle()
         if self._t.mode == "online":
             try:
                 self._wb = self._init()
@@ -185,7 +184,18 @@ class Session:
                 say(f"no connection to W&B ({e}); recording offline below {self._t.directory}")
                 self.abandon()
                 self._t.mode = "offline"
-        self.sent = max(self._recorded(), _noted_step(self._t.run))
+        self.sent = max(self._recorded(), self._t.notes.recorded_step())
+
+    def _settle(self) -> None:
+        """Make sure of what the sessions before have left. Raises UserError."""
+        files = log_files(self._t.directory, self._t.wandb_id)
+        left = wait_for_writers(self._t.directory)
+        if left is not None:
+            raise environment_error(f"process {left} still writes below {self._t.directory}; end it, then try again")
+        if self._t.notes.ended_elsewhere():
+            wait_until_unchanged(files)
+        for path in files:
+            cut_torn_end(path)
 
     def _init(self) -> Run:
         """Raises UserError, NoServerError, WandbError."""
@@ -248,7 +258,7 @@ class Session:
         is_complete = self._finish(feed, outcome)
         if self._t.mode == "offline" and (recorded := self._recorded()) < self.sent:
             raise WandbError(f"step {self.sent} was sent, but the log files end with step {recorded}")
-        self._note("closed", sent=self.sent, complete=is_complete)
+        self._t.notes.write("closed", mode=self._t.mode, sent=self.sent, complete=is_complete)
         if not is_complete:
             say("not everything reached W&B in time; `stoker track` sends the rest later")
             return EXIT_FAILED
@@ -287,12 +297,8 @@ class Session:
         return recorded_step(self._t.directory, self._t.wandb_id, step_of)
 
     def _note_opened(self, where: str) -> None:
-        self._note("opened", sent=self.sent, where=where)
+        self._t.notes.write("opened", mode=self._t.mode, sent=self.sent, where=where)
         say(f"{self._t.mode}, from step {self.sent + 1} on, to {where}")
-
-    def _note(self, event: str, **fields: Any) -> None:
-        record = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid(), "event": event}
-        append_line(_notes(self._t.run), to_json(record | {"mode": self._t.mode} | fields))
 
 
 def step_of(payload: bytes) -> int | None:
@@ -342,29 +348,6 @@ def _import_wandb() -> None:
         import wandb  # noqa: F401
     except ImportError as e:
         raise environment_error(f"{sys.executable} cannot import wandb ({e}); `pip install wandb`") from e
-
-
-def _wait_for_writers(directory: Path) -> None:
-    """Until what a killed tracker has left is gone: until then the log files do not tell everything.
-
-    Raises:
-        UserError: it does not end.
-    """
-    deadline = time.monotonic() + _LEFTOVER
-    while found := writers(directory):
-        if time.monotonic() > deadline:
-            raise environment_error(f"process {found[0]} still writes below {directory}; end it, then try again")
-        time.sleep(0.2)
-
-
-def _notes(run: RunDir) -> Path:
-    return run.report / "track.jsonl"
-
-
-def _noted_step(run: RunDir) -> int:
-    """The last step of the offline sessions that ended in order."""
-    closed = (r for r in read_lines(_notes(run)) if r.get("event") == "closed" and r.get("mode") == "offline")
-    return max((r["sent"] for r in closed if isinstance(r.get("sent"), int)), default=0)
 
 
 def _newest_submission(run: RunDir) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,13 +23,16 @@ _HEADER_SIZE = 7
 _BLOCK = 32 * 1024
 _PIECE = struct.Struct("<IHB")  # checksum, length, type
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-_TAIL_BLOCKS = 64  # looked at first: records of steps come all the time, so the last is near the end
+_TAIL_BLOCKS = 8  # looked at first: records of steps come all the time, so the last is near the end
+
+_LEFTOVER = 30.0  # seconds the service of a killed tracker may take to end; it takes one or two
+_QUIET = 5.0  # it writes every two seconds
 
 StepOf = Callable[[bytes], "int | None"]  # the step of a serialised record, None if it is no history record
 
 
-def payloads(data: bytes, has_header: bool = True) -> Iterator[bytes]:
-    """The whole records in a file, or in its end from the beginning of a block (then without the header).
+def records(data: bytes, has_header: bool = True) -> Iterator[tuple[int, bytes]]:
+    """(offset behind it, record) of the whole records in a file, or in its end from a block's beginning (no header).
 
     A record that began before and a torn one at the end are passed over; behind a damaged piece it goes on with the
     next block.
@@ -51,15 +55,15 @@ def payloads(data: bytes, has_header: bool = True) -> Iterator[bytes]:
         elif record is not None:
             record += body
         if record is not None and kind in (_FULL, _LAST):
-            yield record
+            yield at, record
             record = None
 
 
-def last_step(path: Path, step_of: StepOf) -> int:
-    """The highest step in a `.wandb` file, 0 if it has none.
+def _ends(path: Path) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+    """(where it begins, records) of the end of a file, then of all of it: the caller stops when it has enough.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is no `.wandb` file.
     """
     with open(path, "rb") as f:
         header = f.read(_HEADER_SIZE)
@@ -68,10 +72,33 @@ def last_step(path: Path, step_of: StepOf) -> int:
         blocks = f.seek(0, os.SEEK_END) // _BLOCK
         for first in dict.fromkeys((max(0, blocks - _TAIL_BLOCKS), 0)):
             f.seek(first * _BLOCK)
-            steps = [step for record in payloads(f.read(), first == 0) if (step := step_of(record)) is not None]
-            if steps:
-                return max(steps)
+            yield first * _BLOCK, list(records(f.read(), has_header=first == 0))
+
+
+def last_step(path: Path, step_of: StepOf) -> int:
+    """The highest step in a `.wandb` file, 0 if it has none. Raises ValueError."""
+    for _, found in _ends(path):
+        steps = [step for _, record in found if (step := step_of(record)) is not None]
+        if steps:
+            return max(steps)
     return 0
+
+
+def cut_torn_end(path: Path) -> bool:
+    """Take away the piece of a record that a killed writer has left at the end; False if there is none.
+
+    It holds nothing, but `wandb sync` would stop at it, for this file and for all later ones of the run. Only for a
+    file that nobody writes any more.
+    """
+    size = path.stat().st_size
+    for start, found in _ends(path):
+        if found or start == 0:
+            end = start + found[-1][0] if found else min(size, _HEADER_SIZE)
+            break
+    if end == size:
+        return False
+    os.truncate(path, end)
+    return True
 
 
 def log_files(directory: Path, wandb_id: str) -> list[Path]:
@@ -82,6 +109,26 @@ def log_files(directory: Path, wandb_id: str) -> list[Path]:
 def recorded_step(directory: Path, wandb_id: str, step_of: StepOf) -> int:
     """The highest step that any of them holds."""
     return max((last_step(path, step_of) for path in log_files(directory, wandb_id)), default=0)
+
+
+def wait_for_writers(directory: Path, seconds: float = _LEFTOVER) -> int | None:
+    """Until nobody on this host writes below `directory`; a process that still does after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while found := writers(directory):
+        if time.monotonic() > deadline:
+            return found[0]
+        time.sleep(0.2)
+    return None
+
+
+def wait_until_unchanged(files: list[Path], seconds: float = _QUIET) -> None:
+    """Until the files have had the same sizes for so long: processes on another host cannot be seen from here."""
+    before, since = None, time.monotonic()
+    while time.monotonic() - since < seconds:
+        sizes = [path.stat().st_size for path in files]
+        if sizes != before:
+            before, since = sizes, time.monotonic()
+        time.sleep(0.1)
 
 
 def writers(directory: Path) -> list[int]:
