@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from stoker.launcher.rehearsal import processes
 from stoker.launcher.rehearsal.cluster import Cluster, ClusterError, wait_until
 from stoker.launcher.rehearsal.spec import ClusterSpec
 
@@ -119,16 +120,27 @@ def test_only_a_running_job_can_be_preempted(plain: Cluster) -> None:
     cancel(plain, job)
 
 
-def test_a_crashed_node_goes_down_and_its_job_runs_elsewhere(plain: Cluster) -> None:
-    job = plain.submit(["-N2", "-w", "n1,n2", "--requeue", "--output=/dev/null", "--wrap=srun sleep 600"])
-    plain.wait_for_job(job, "RUNNING")
+def test_nothing_of_a_crashed_node_lives_and_it_can_be_started_again(plain: Cluster) -> None:
+    job = sleeper(plain, "-w", "n2")
     doomed = plain.processes_on("n2")
+    assert {"slurmd", "slurmstepd", "sleep"} <= {process.name for process in doomed}
     plain.crash("n2")
     assert plain.processes_on("n2") == []
-    assert not [process for process in doomed if Path(f"/proc/{process.pid}/exe").exists()]
+    assert [processes.find(process.pid) for process in doomed] == [None] * len(doomed)
     for act in (plain.crash, plain.freeze, plain.kill_slurmd):
         with pytest.raises(ClusterError, match="n2 is powered off"):
             act("n2")
+    assert "slurmd" in tasks(plain, "n1")
+    plain.restart_node("n2")
+    cancel(plain, job)
+    plain.wait_for_nodes("idle", "n2")
+
+
+@pytest.mark.full
+def test_a_crashed_node_goes_down_and_its_job_runs_elsewhere(plain: Cluster) -> None:
+    job = plain.submit(["-N2", "-w", "n1,n2", "--requeue", "--output=/dev/null", "--wrap=srun sleep 600"])
+    plain.wait_for_job(job, "RUNNING")
+    plain.crash("n2")
     plain.wait_for_nodes("down", "n2")
     plain.run(["scontrol", "update", f"jobid={job}", "nodelist="])
     assert plain.job(job).restarts == 1
@@ -137,6 +149,11 @@ def test_a_crashed_node_goes_down_and_its_job_runs_elsewhere(plain: Cluster) -> 
     plain.restart_node("n2")
     plain.wait_for_nodes("idle", "n2")
     cancel(plain, job)
+
+
+def test_accounting_is_refused_where_there_is_no_database(plain: Cluster) -> None:
+    done = plain.run(["sacct"], check=False)
+    assert (done.returncode, done.stderr) == (1, "Slurm accounting storage is disabled\n")
 
 
 def test_nodes_of_a_plain_cluster_have_no_cable(plain: Cluster) -> None:
