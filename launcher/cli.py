@@ -24,6 +24,7 @@ VERBS = {
     "cancel": ("cancel", "stop a run for good; nothing of it starts again"),
     "resume": ("resume", "submit an ended run once more"),
     "track": ("track", "send a run's metrics to Weights & Biases, live or later"),
+    "plot": ("plot", "draw a run's loss, with what interrupted it (needs matplotlib)"),
     "data": ("data", "prepare data: `stoker data tokenize`"),
     "cluster": ("rehearsal.cli", "a private Slurm cluster on this machine, to try things and break them"),
     "rehearse": ("rehearsal.rehearse", "break a small run in every way and report what it cost"),
