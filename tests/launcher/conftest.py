@@ -66,7 +66,7 @@ class FakeSlurm:
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """No Slurm at all on the PATH, until a test writes its programs."""
     fake = FakeSlurm(tmp_path / "bin")
-    for tool in ("bash", "git", "cat", "sleep", "touch", "env", "grep", "rm", "mkdir", "python3"):
+    for tool in ("bash", "git", "cat", "sleep", "touch", "dirname", "env", "grep", "rm", "mkdir", "python3"):
         found = shutil.which(tool)
         if found:
             os.symlink(found, fake.directory / tool)

@@ -1,0 +1,166 @@
+"""The batch script: a golden file, quoting, and what bash makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from stoker.conf.schema import ClusterConfig, ClusterKind, Config, Continuation, ResilienceConfig
+from stoker.launcher.render import option_line, render, script_of
+
+GOLDEN = Path(__file__).with_name("golden")
+AWKWARD = 'it\'s "q" $HOME `id` (1) \u00e9 50%j # ; & *'
+
+
+def script(config: Config, run_dir: Path = Path("/shared/runs/llama-1"), python: str = "/opt/venv/bin/python") -> str:
+    return render(script_of(config, run_dir, "261130-104733-x7q2", "0.1.0", python))
+
+
+def test_everything_golden() -> None:
+    config = Config(
+        name="llama",
+        resilience=ResilienceConfig(warning=300),
+        cluster=ClusterConfig(
+            nodes=4,
+            procs_per_node=8,
+            gpus_per_node=8,
+            cpus_per_task=96,
+            mem="0",
+            time="1-00:00:00",
+            partition="h100",
+            account="physics",
+            qos="long",
+            constraint="[rack1|rack2]",
+            nodelist="n[1-9]",
+            exclude="n7",
+            reservation="r",
+            exclusive=True,
+            sbatch={"mail-type": "FAIL", "comment": "a b", "hold": "", "reboot": "false"},
+            setup=["module load cuda/12.8", "source /opt/site.sh"],
+            env={"NCCL_IB_HCA": "mlx5", "NOTE": "it's $5"},
+            omp_threads=8,
+        ),
+    )
+    assert script(config) == (GOLDEN / "everything.sbatch").read_text()
+
+
+def test_least_golden() -> None:
+    config = Config(cluster=ClusterConfig(), resilience=ResilienceConfig(continuation=Continuation.none))
+    assert script(config) == (GOLDEN / "least.sbatch").read_text()
+
+
+def test_local_golden() -> None:
+    config = Config(cluster=ClusterConfig(kind=ClusterKind.local))
+    assert script(config) == (GOLDEN / "local.sbatch").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (None, None),
+        (False, None),
+        (True, "--x"),
+        (0, "--x=0"),
+        ("n[1-4],n7", "--x=n[1-4],n7"),
+        ("a b", '--x="a b"'),
+        ('say "hi" \\ #', '--x="say \\"hi\\" \\\\ #"'),
+        ("", '--x=""'),
+    ],
+)
+def test_option_lines(value: str | int | bool | None, line: str | None) -> None:
+    assert option_line("x", value) == line
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\rb", "\x00", "a\x1bb"])
+def test_control_characters_never_get_into_a_line(value: str) -> None:
+    with pytest.raises(ValueError, match="control character"):
+        option_line("x", value)
+
+
+def test_percent_signs_are_escaped_for_slurm() -> None:
+    assert '#SBATCH --output="/a 50%%j/slurm/%j.log"\n' in script(Config(), Path("/a 50%j"))
+
+
+def test_backslash_in_the_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="backslash; move run_root"):
+        script(Config(), Path("/a\\b"))
+
+
+# The stub stands where the interpreter is called and records how.
+STUB = """#!/usr/bin/env python3
+import json, os, signal, sys, time
+ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+seen = {"argv": sys.argv[1:], "cwd": os.getcwd(), "env": dict(os.environ), "ignored": ignored}
+with open(os.environ["SEEN"], "w") as f:
+    json.dump(seen, f)
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+def stub(folder: Path) -> str:
+    path = folder / "my python"
+    path.write_text(STUB)
+    path.chmod(0o755)
+    return str(path)
+
+
+def run_script(tmp_path: Path, config: Config, *arguments: str, code: int = 0) -> tuple[int, dict[str, object]]:
+    run_dir = tmp_path / AWKWARD
+    run_dir.mkdir()
+    file = tmp_path / "submit.sbatch"
+    file.write_text(script(config, run_dir, stub(tmp_path)))
+    env = os.environ | {"SEEN": str(tmp_path / "seen"), "CODE": str(code)}
+    done = subprocess.run(["bash", str(file), *arguments], env=env, cwd="/", check=False)
+    seen = tmp_path / "seen"
+    return done.returncode, json.loads(seen.read_text()) if seen.exists() else {}
+
+
+def test_bash_passes_everything_on_unharmed(tmp_path: Path) -> None:
+    config = Config(cluster=ClusterConfig(env={"A": AWKWARD, "lower": "x y"}, setup=["export FROM_SETUP='1 2'"]))
+    code, seen = run_script(tmp_path, config, "--local", "a b", code=75)
+    assert code == 75
+    directory = str(tmp_path / AWKWARD)
+    assert seen["argv"] == ["-u", "./bootstrap.py", "stoker.launcher.supervise", directory, "--local", "a b"]
+    assert seen["cwd"] == directory
+    env = seen["env"]
+    assert isinstance(env, dict)
+    assert (env["A"], env["lower"], env["FROM_SETUP"], env["OMP_NUM_THREADS"]) == (AWKWARD, "x y", "1 2", "1")
+
+
+def test_warning_signal_is_ignored_when_python_starts(tmp_path: Path) -> None:
+    _, seen = run_script(tmp_path, Config())
+    assert seen["ignored"] is True
+    assert "STOKER_WARNED" not in seen["env"]  # type: ignore[operator]
+
+
+def test_warning_during_set_up_is_kept_for_the_supervisor(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    config = Config(cluster=ClusterConfig(setup=[f"touch '{ready}'; sleep 0.5"]))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    file = tmp_path / "submit.sbatch"
+    file.write_text(script(config, run_dir, stub(tmp_path)))
+    process = subprocess.Popen(["bash", str(file)], env=os.environ | {"SEEN": str(tmp_path / "seen")})
+    deadline = time.monotonic() + 20
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=20) == 0
+    assert json.loads((tmp_path / "seen").read_text())["env"]["STOKER_WARNED"] == "1"
+
+
+def test_failing_set_up_ends_the_job_and_says_where(tmp_path: Path) -> None:
+    config = Config(cluster=ClusterConfig(setup=["true", "cat /nonexistent/module", "touch after"]))
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    file = tmp_path / "submit.sbatch"
+    file.write_text(script(config, run_dir, stub(tmp_path)))
+    done = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cluster.setup failed with exit code 1 at: cat /nonexistent/module" in done.stderr
+    assert not (run_dir / "after").exists()

@@ -1,0 +1,92 @@
+"""What state a run is in, judged from its files and from squeue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from stoker.launcher.run.attempts import claim
+from stoker.launcher.run.layout import RunDir
+from stoker.launcher.run.outcome import Cause, Next, Outcome
+from stoker.launcher.run.submissions import new_submission
+from stoker.launcher.slurm import QueuedJob
+from stoker.launcher.state import Facts, State, judge, look
+
+
+def job(state: str, reason: str = "None") -> QueuedJob:
+    return QueuedJob("7", state, "0:00", "", reason, "/w", "")
+
+
+def ended(cause: Cause, next_: Next = Next.NOTHING, code: int = 1) -> Outcome:
+    return Outcome(cause, next_, code, "why")
+
+
+NOTHING_KNOWN = Facts("sbatch", "7", False, 0, None, None, True)
+RAN = replace(NOTHING_KNOWN, attempts=1)
+DONE = replace(RAN, outcome=ended(Cause.FINISHED, code=0))
+TO_REQUEUE = replace(RAN, outcome=ended(Cause.PREEMPTED, Next.REQUEUE, 75))
+LOCAL = replace(RAN, mode="local", job_id=None, loop_alive=True)
+
+TABLE = [
+    ("never submitted", replace(NOTHING_KNOWN, mode=None), State.FROZEN, "never submitted", None),
+    ("waits", replace(NOTHING_KNOWN, job=job("PENDING", "Resources")), State.PENDING, "Resources", None),
+    ("nodes boot", replace(NOTHING_KNOWN, job=job("CONFIGURING")), State.PENDING, "being set up", None),
+    ("starts", replace(NOTHING_KNOWN, job=job("RUNNING")), State.RUNNING, "starting", None),
+    ("runs", replace(RAN, job=job("RUNNING")), State.RUNNING, "", None),
+    ("ends", replace(RAN, job=job("COMPLETING")), State.RUNNING, "ending", None),
+    ("suspended", replace(RAN, job=job("SUSPENDED")), State.SUSPENDED, "", None),
+    ("requeued", replace(TO_REQUEUE, job=job("PENDING", "BeginTime")), State.REQUEUED, "BeginTime", None),
+    ("being requeued", replace(TO_REQUEUE, job=job("COMPLETING")), State.REQUEUED, "after preempted", None),
+    ("requeued, no word", replace(RAN, job=job("PENDING", "BeginTime")), State.REQUEUED, "BeginTime", None),
+    ("held", replace(NOTHING_KNOWN, job=job("PENDING", "JobHeldUser")), State.HELD, "scontrol release 7", None),
+    ("launch failed", replace(RAN, job=job("PENDING", "launch_failed_requeued_held")), State.HELD, "release 7", None),
+    ("requeue hold", replace(RAN, job=job("REQUEUE_HOLD")), State.HELD, "scontrol release 7", None),
+    ("finished", DONE, State.FINISHED, "", 0),
+    ("finished, ending", replace(DONE, job=job("COMPLETING")), State.FINISHED, "", 0),
+    ("failed", replace(RAN, outcome=ended(Cause.OUT_OF_MEMORY, code=3)), State.FAILED, "out_of_memory: why", 3),
+    ("cancelled", replace(RAN, outcome=ended(Cause.CANCELLED, code=143)), State.CANCELLED, "why", 143),
+    ("scancelled", replace(NOTHING_KNOWN, job=job("CANCELLED")), State.CANCELLED, "by scancel", 143),
+    ("marked", replace(NOTHING_KNOWN, is_cancelled=True), State.CANCELLED, "stoker cancel", 143),
+    ("marked, still there", replace(RAN, is_cancelled=True, job=job("COMPLETING")), State.RUNNING, "ending", None),
+    ("killed by Slurm", replace(RAN, job=job("TIMEOUT")), State.FAILED, "job 7 as TIMEOUT and nothing says why", 1),
+    ("broken script", replace(NOTHING_KNOWN, job=job("FAILED")), State.FAILED, "before the supervisor started", 1),
+    ("vanished", RAN, State.FAILED, "no longer known to Slurm and nothing says why", 1),
+    ("never began", replace(NOTHING_KNOWN, has_begun=False), State.CANCELLED, "never started", 143),
+    ("not requeued", TO_REQUEUE, State.INTERRUPTED, "after preempted", 1),
+    ("preempt cancels", replace(TO_REQUEUE, job=job("PREEMPTED")), State.INTERRUPTED, "as PREEMPTED", 1),
+    ("no Slurm here", replace(RAN, queue_known=False), State.UNKNOWN, "Slurm does not answer", None),
+    ("no Slurm, said", replace(RAN, queue_known=False, outcome=ended(Cause.HANG)), State.FAILED, "hang", 1),
+    ("answer lost", replace(NOTHING_KNOWN, job_id=None), State.UNKNOWN, "not told the job's id", None),
+    ("local runs", LOCAL, State.RUNNING, "", None),
+    ("local starts", replace(LOCAL, attempts=0), State.PENDING, "starting", None),
+    ("local again", replace(LOCAL, outcome=ended(Cause.CRASH, Next.REQUEUE)), State.REQUEUED, "after crash", None),
+    ("local killed", replace(LOCAL, loop_alive=False), State.FAILED, "its process is gone", 1),
+    ("local cancelled", replace(LOCAL, loop_alive=False, is_cancelled=True), State.CANCELLED, "", 143),
+    ("local elsewhere", replace(LOCAL, loop_alive=None), State.UNKNOWN, "another host", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "detail", "exit_code"), [row[1:] for row in TABLE], ids=[r[0] for r in TABLE]
+)
+def test_judgement(facts: Facts, state: State, detail: str, exit_code: int | None) -> None:
+    found = judge(facts)
+    assert found.state is state
+    assert detail in found.detail
+    assert found.exit_code == exit_code
+    assert found.is_over is (exit_code is not None)
+
+
+def test_a_resumed_run_is_not_judged_by_its_former_end(make_run: Callable[..., RunDir]) -> None:
+    run = make_run()
+    first = new_submission(run, "sbatch")
+    first.set_job("7")
+    attempt = claim(run)
+    attempt.start.write_text(json.dumps({"submission": 1}))
+    ended(Cause.FINISHED, code=0).write(attempt)
+    assert look(run, {}).state is State.FINISHED
+    second = new_submission(run, "sbatch")
+    second.set_job("8")
+    assert look(run, {"8": replace(job("PENDING", "Priority"), job_id="8")}).state is State.PENDING
