@@ -97,6 +97,7 @@ _NOT_NEGATIVE = (
     "seed train.eval_interval model.z_loss model.logit_softcap model.sliding_window data.validation_tokens"
     " data.prefetch optim.min_lr optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
     " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts resilience.max_requeues"
+    " resilience.max_fruitless"
     " cluster.gpus_per_node"
 )
 _BELOW_ONE = "model.dropout optim.beta1 optim.beta2"

@@ -144,6 +144,7 @@ class ResilienceConfig:
     max_restarts: int = 3  # worker restarts in place without progress or a new checkpoint between them
     progress_steps: int = 10  # steps that count as progress between two crashes
     max_requeues: int = 100  # requeues of one submission, all causes together
+    max_fruitless: int = 5  # attempts in a row that complete no step before the run stops
 
 
 @dataclass

@@ -16,6 +16,7 @@ from .policy_types import (
     AgentLost,
     AgentReady,
     AgentView,
+    AskSlurm,
     Commit,
     Event,
     Finish,
@@ -51,6 +52,7 @@ CULPRIT_GRACE = 3.0  # seconds in which the true culprit of a lost peer usually 
 END_MARGIN = 8.0  # seconds before the allocation's end by which the requeue must have been asked for
 SLOW_FACTOR, SLOW_FLOOR = 3.0, 5.0  # a rank is named as slow after max(factor x median, floor) seconds
 UNKNOWN_SAVE = 5.0  # seconds a save is taken to need before one was seen
+_KILLED = {9, 15, 137, 143}  # exit codes of an srun whose tasks were ended by SIGKILL or SIGTERM
 # Never started again unchanged: a person has to act first.
 _FATAL = {Cause.BAD_CONFIG, Cause.DIVERGED, Cause.OUT_OF_MEMORY, Cause.STORAGE}
 
@@ -326,13 +328,18 @@ def _agent_lost(state: State, e: AgentLost) -> Decision:
 
 
 def _launch_ended(state: State, e: LaunchEnded) -> Decision:
-    if state.stage in (Stage.AWAITING_SLURM, Stage.CLEARING):
-        return state, ()
-    reason = f"the agents' launch ended with code {e.code}"
-    if state.stage is Stage.GATHERING and not state.has_ever_run:
-        return _end(state, _outcome(state, Cause.LAUNCH_FAILED, Next.NOTHING, EXIT_FAILED, reason))
+    """srun is gone and with it every agent. That is no node failure: then srun stays until Slurm has its word."""
+    if state.stage is Stage.CLEARING and state.then is not None:
+        return _end(state, state.then, ask=True)
+    reason = f"srun ended with code {e.code} and took all agents along"
+    note = Note("launch_ended", {"code": e.code})
+    if state.stage is Stage.GATHERING and e.code not in _KILLED:
+        outcome = _requeue_or_fail(state, Cause.LAUNCH_FAILED, reason)
+        state, actions = _end(state, outcome, ask=True)
+        return state, (note, *actions)
     trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, is_certain=True)
-    return replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=trouble), ()
+    state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=state.trouble or trouble)
+    return state, (note, AskSlurm("launch"))
 
 
 # The allocation's end.
@@ -394,7 +401,10 @@ def _terminated(state: State, e: Terminated) -> Decision:
         reason = "preempted by a job of higher priority"
         state, actions = _warned(state, Warned(Cause.PREEMPTED, reason, e.seconds_left))
         return state, (note, *actions)
-    if e.fate is JobFate.RUNNING and state.trouble and state.trouble.cause is Cause.NODE_FAILURE:
+    is_own = e.by == "launch"
+    if is_own and e.fate is JobFate.UNKNOWN:
+        return state, (note,)  # Slurm does not answer; verdict_timeout ends the wait
+    if e.fate is JobFate.RUNNING and not is_own and state.trouble and state.trouble.cause is Cause.NODE_FAILURE:
         return state, (note,)  # Slurm is clearing up after the node; its verdict is still to come
     if state.then is not None and e.fate is not JobFate.CANCELLED:
         return state, (note,)  # already ending, by a decision of our own

@@ -213,7 +213,7 @@ class Terminated:
     """SIGTERM, to us or to an agent, with what Slurm said when asked why."""
 
     fate: JobFate
-    by: str  # "batch" or a node
+    by: str  # "batch", a node, or "launch": srun ended though nobody told the agents to
     seconds_left: float | None = None
     evidence: Mapping[str, str] = field(default_factory=dict)
 
@@ -298,4 +298,11 @@ class Finish:
     ask: bool = False
 
 
-Action = StartStore | Form | Propose | Commit | KillWorkers | Note | Finish
+@dataclass(frozen=True)
+class AskSlurm:
+    """Ask what Slurm does with our job; the answer comes as Terminated."""
+
+    by: str
+
+
+Action = AskSlurm | StartStore | Form | Propose | Commit | KillWorkers | Note | Finish

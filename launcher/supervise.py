@@ -121,6 +121,7 @@ class Supervisor:
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.exit_code: int | None = None
         self.interrupts = 0
+        self.launch_ended = False
         self._next_fence = 0.0
 
     def serve(self) -> int:
@@ -159,13 +160,24 @@ class Supervisor:
         self.events.write("attempt_started", **record)
 
     def _refuse_requeues(self) -> bool:
-        """A run that is requeued for ever is stopped here, by count alone; causes have their own budgets."""
-        limit = self.config["resilience"]["max_requeues"]
+        """Stop a run that is started over and over: by count, or because nothing comes of it."""
+        limits = self.config["resilience"]
         mine = [a for a in self.run.all_attempts() if _submission_of(a) == self.submission.number]
-        if len(mine) - 1 <= limit:
+        earlier = mine[:-1]
+        reason = None
+        if len(earlier) > limits["max_requeues"]:
+            reason = f"requeued {len(earlier)} times (resilience.max_requeues={limits['max_requeues']})"
+        elif len(earlier) >= limits["max_fruitless"] and not any(
+            map(has_progress, earlier[-limits["max_fruitless"] :])
+        ):
+            last = Outcome.read(earlier[-1])
+            why = f"; the last one: {last.reason}" if last else ""
+            reason = f"{limits['max_fruitless']} attempts in a row made no step (resilience.max_fruitless){why}"
+        if reason is None:
             return False
-        reason = f"requeued {len(mine) - 1} times (resilience.max_requeues={limit}); `stoker resume` goes on"
-        self._finish(p.Finish(Outcome(Cause.NO_PROGRESS, Next.NOTHING, EXIT_FAILED, reason)))
+        self._finish(
+            p.Finish(Outcome(Cause.NO_PROGRESS, Next.NOTHING, EXIT_FAILED, f"{reason}; `stoker resume` goes on"))
+        )
         return True
 
     # The loop.
@@ -180,9 +192,11 @@ class Supervisor:
                 self._agent_signalled(event)
             else:
                 self._feed(event)
-        code = launch.poll()
-        if code is not None and not self.agents.any_connected():
-            self._feed(p.LaunchEnded(code))
+        if not self.launch_ended and not self.agents.any_connected():
+            code = launch.poll()
+            if code is not None:
+                self.launch_ended = True
+                self._feed(p.LaunchEnded(code))
         now = time.monotonic()
         if now >= self._next_fence:
             self._next_fence = now + FENCE_EVERY
@@ -208,6 +222,8 @@ class Supervisor:
                 print(f"supervisor: {action.event} {dict(action.fields)}", flush=True)
             case p.Finish():
                 self._finish(action)
+            case p.AskSlurm():
+                self._terminated(action.by)
             case _:
                 self.agents.do(action, self.state.settings)
 
@@ -242,9 +258,11 @@ class Supervisor:
         self._feed(p.Warned(Cause.TIME_LIMIT, f"the time limit is near ({how})", left))
 
     def _terminated(self, by: str) -> None:
-        if self.job_id is None or self.submission.is_cancelled:
+        if self.submission.is_cancelled or (self.job_id is None and by == "batch"):
             self._feed(p.Terminated(p.JobFate.CANCELLED, by))
             return
+        if self.job_id is None:
+            return  # no Slurm to ask: verdict_timeout, zero here, decides
         info = jobinfo.query(self.job_id)
         if info is None:
             time.sleep(1.0)
@@ -292,6 +310,11 @@ def _start_ticks() -> int:
     """Start time of this process in clock ticks since boot: with the pid it names one process for good."""
     text = Path("/proc/self/stat").read_text()
     return int(text.rpartition(")")[2].split()[19])
+
+
+def has_progress(attempt: AttemptDir) -> bool:
+    """Whether the attempt completed any step."""
+    return any(path.stat().st_size for _, path in attempt.all_metrics())
 
 
 def _submission_of(attempt: AttemptDir) -> int | None:

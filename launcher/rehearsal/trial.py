@@ -83,7 +83,9 @@ class Trial:
 
     def wait_outcome(self, attempt: int, patience: float = PATIENCE) -> Outcome:
         there = self.dir.attempt(attempt)
-        return wait_for(lambda: Outcome.read(there), lambda: f"outcome {attempt} of {self.story()}", patience)
+        outcome = wait_for(lambda: Outcome.read(there), lambda: f"outcome {attempt} of {self.story()}", patience)
+        assert outcome is not None
+        return outcome
 
     def wait_end(self, patience: float = PATIENCE) -> Outcome:
         wait_for(self.is_over, lambda: f"the end of {self.story()}", patience)

@@ -284,6 +284,43 @@ def test_a_lost_node_of_which_slurm_never_says_anything_is_requeued_by_us() -> N
     assert (finish.outcome.cause, finish.ask) == (Cause.NODE_FAILURE, True)
 
 
+def lose_all(s: Scene, code: int = 137) -> list[p.Action]:
+    return s.feed(p.AgentLost("n1", "end of stream"), p.AgentLost("n2", "end of stream"), p.LaunchEnded(code))
+
+
+def test_scancel_of_the_step_takes_all_agents_and_means_stop() -> None:
+    s = Scene().running(step=7)
+    assert lose_all(s)[-1] == p.AskSlurm("launch")
+    outcome = s.finish(s.feed(p.Terminated(p.JobFate.RUNNING, "launch"))).outcome
+    assert (outcome.cause, outcome.next, outcome.exit_code) == (Cause.CANCELLED, Next.NOTHING, 143)
+
+
+def test_all_agents_lost_because_slurm_requeued_is_not_a_cancellation() -> None:
+    s = Scene().running(step=7)
+    lose_all(s)
+    assert s.finish(s.feed(p.Terminated(p.JobFate.REQUEUED, "launch"))).outcome.next is Next.REQUEUE
+
+
+def test_all_agents_lost_while_slurm_does_not_answer_waits() -> None:
+    s = Scene().running(step=7)
+    lose_all(s)
+    assert s.feed(p.Terminated(p.JobFate.UNKNOWN, "launch")) == []
+    assert s.finish(s.feed(p.Tick(), at=301.0)).ask is True
+
+
+@pytest.mark.parametrize(("code", "then"), [(1, Next.REQUEUE), (213, Next.REQUEUE)])
+def test_a_launch_that_fails_is_requeued(code: int, then: Next) -> None:
+    s = Scene()
+    outcome = s.finish(s.feed(p.LaunchEnded(code))).outcome
+    assert (outcome.cause, outcome.next) == (Cause.LAUNCH_FAILED, then)
+
+
+def test_a_launch_that_is_killed_is_not_requeued_unasked() -> None:
+    s = Scene()
+    assert s.feed(p.LaunchEnded(143)) == [p.AskSlurm("launch")]
+    assert s.finish(s.feed(p.Terminated(p.JobFate.RUNNING, "launch"))).outcome.next is Next.NOTHING
+
+
 def test_killed_at_the_time_limit_without_warning_still_goes_on() -> None:
     s = Scene().running(step=7)
     finish = s.finish(s.feed(p.Terminated(p.JobFate.TIME_LIMIT, "batch")))
@@ -323,6 +360,7 @@ def test_any_order_of_events_ends_in_at_most_one_finish_and_never_raises(seed: i
                 p.ProposalAnswer(generation, rng.choice(["n1", "n2"]), step, rng.random() < 0.7, step),
                 warned(rng.choice([None, 1.0, 500.0])),
                 p.AgentLost(rng.choice(["n1", "n2"]), "x") if rng.random() < 0.1 else p.Tick(),
+                p.LaunchEnded(rng.choice([1, 137])) if rng.random() < 0.1 else p.Tick(),
                 p.Terminated(rng.choice(list(p.JobFate)), "batch") if rng.random() < 0.1 else p.Tick(),
             ]
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from stoker.launcher.rehearsal.cluster import Cluster
 from stoker.launcher.rehearsal.spec import ClusterSpec
-from stoker.launcher.rehearsal.trial import Trial
+from stoker.launcher.rehearsal.trial import Trial, wait_for
 from stoker.launcher.run.layout import CheckpointName
 from stoker.launcher.run.manifest import verify
 
@@ -62,20 +62,35 @@ class Lab:
     def __init__(self, cluster: Cluster, data: Path, root: Path) -> None:
         self.cluster, self.data, self.root = cluster, data, root
 
-    def stoker(self, *argv: str, env: dict[str, str] | None = None, check: bool = True) -> str:
+    def stoker(self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
         command = [sys.executable, "-m", "stoker.launcher.cli", *argv]
-        done = self.cluster.run(command, cwd=self.root, env=env, check=False, timeout=120)
-        if check and done.returncode != 0:
-            raise AssertionError(f"stoker {' '.join(argv)}: {done.returncode}\n{done.stdout}\n{done.stderr}")
+        done = self.cluster.run(command, cwd=cwd or self.root, env=env, check=False, timeout=120)
+        assert done.returncode == 0, f"stoker {' '.join(argv)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return str(done.stdout + done.stderr)
 
-    def launch(self, name: str, *overrides: str, failpoints: str = PAUSE, nodes: int = 2) -> Trial:
+    def launch(
+        self,
+        name: str,
+        *overrides: str,
+        failpoints: str = PAUSE,
+        nodes: int = 2,
+        cwd: Path | None = None,
+        no_submit: bool = False,
+    ) -> Trial:
         """Launch the small run; `failpoints` come to the job through the submitter's environment."""
         arguments = [*BASE, *self.source(), f"name={name}", f"run_root={self.root}", "cluster=slurm"]
         arguments += [f"cluster.nodes={nodes}", "cluster.time=60", *overrides]
-        self.stoker("launch", *arguments, env={"STOKER_FAILPOINTS": failpoints})
+        options = ["--no-submit"] if no_submit else []
+        self.stoker("launch", *options, *arguments, env={"STOKER_FAILPOINTS": failpoints}, cwd=cwd)
         (path,) = self.root.glob(f"{name}-*")
         return Trial(path)
+
+    def queue(self) -> str:
+        return self.cluster.run(["squeue", "-h", "-o", "%A %j %T"]).stdout
+
+    def empty_queue(self) -> None:
+        """Wait until nothing runs, waits or is being cleared up."""
+        wait_for(lambda: not self.queue(), lambda: f"an empty queue: {self.queue()}", 60.0)
 
     def source(self) -> list[str]:
         return [f"data.sources=[{{prefix: {self.data}}}]"]

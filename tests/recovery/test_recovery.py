@@ -27,7 +27,8 @@ def assert_finished(run: Trial) -> None:
 
 
 def test_a_warning_before_the_time_limit_loses_no_step(lab: Any, same: Same) -> None:
-    run = lab.launch("limit", "cluster.time=1", "resilience.warning=25", failpoints="step@attempt=1:pause-900")
+    # Slurm looks at time limits every 30 s: the warning comes 60 to 90 s before the end of these two minutes.
+    run = lab.launch("limit", "cluster.time=2", failpoints="step@attempt=1:pause-2000")
     assert_finished(run)
     first = run.outcomes()[0]
     assert first.cause is Cause.TIME_LIMIT
