@@ -147,9 +147,18 @@ def test_a_cluster_whose_keeper_was_killed_is_cleared_away(directory: Path, isol
 
 def test_bring_up_replaces_what_a_killed_keeper_left(directory: Path) -> None:
     first = Cluster.start(ClusterSpec(nodes=1), directory)
+    job = first.submit(["--output=/dev/null", "--wrap=exec sleep 605"])
+    first.wait_for_job(job, "RUNNING")
+
+    def orphans() -> list[str]:
+        return [process.command() for process in processes.everything() if process.command() == "sleep 605"]
+
+    wait_until(lambda: orphans() == ["sleep 605"], 20, lambda: "the task")
     os.kill(first.keeper, signal.SIGKILL)
     processes.wait_until_gone(first.keeper, 10)
+    assert orphans() == ["sleep 605"]
     with Cluster.start(ClusterSpec(nodes=2), directory) as second:
+        assert orphans() == []
         assert set(second.node_states()) == {"n1", "n2"}
 
 
