@@ -133,7 +133,7 @@ def _await_end(run: RunDir, live: Sequence[Submission], processes: Sequence[Proc
         return not live_jobs(live) and not any(p.is_alive() for p in processes)
 
     if not _poll(is_gone, timeout):
-        print(f"{run.path}: marked as cancelled; {', '.join(names)} did not end within {timeout:.0f} s")
+        print(f"{run.path}: marked as cancelled; {', '.join(names)} did not end within {timeout:g} s")
         return EXIT_FAILED
     print(f"{run.path}: cancelled{'; ' if names else ''}{', '.join(names)}{' ended' if names else ''}")
     return EXIT_FINISHED

@@ -56,8 +56,12 @@ def find_runs(texts: Iterable[str]) -> list[RunDir]:
     """
     found: dict[Path, RunDir] = {}
     for text in list(texts) or [DEFAULT_ROOT]:
-        path = Path(text)
-        is_root = path.is_dir() and not (path / "run.json").is_file() and not _JOB.fullmatch(text)
-        for run in runs_below(path) if is_root else [] if text == DEFAULT_ROOT else [find_run(text)]:
+        for run in runs_below(Path(text)) if is_root(text) else [] if text == DEFAULT_ROOT else [find_run(text)]:
             found.setdefault(run.path, run)
     return list(found.values())
+
+
+def is_root(text: str) -> bool:
+    """Whether a directory of runs is meant, rather than a run or a job."""
+    path = Path(text)
+    return path.is_dir() and not (path / "run.json").is_file() and not _JOB.fullmatch(text)

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from .find import DEFAULT_ROOT, find_runs
+from .find import DEFAULT_ROOT, find_runs, is_root
 from .state import State, queue_of
 from .summary import AttemptSummary, Summary, attempt_summaries, summarize
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     elif not found:
         where = ", ".join(arguments.what) or f"./{DEFAULT_ROOT}"
         print(f"no runs in {where}; name a run directory, a directory of runs, or a job id")
-    elif len(found) == 1 and arguments.what:
+    elif len(found) == 1 and arguments.what and not is_root(arguments.what[0]):
         print(one_screen(found[0], attempt_summaries(found[0].run), time.time()))
     else:
         print(table(found, time.time()))

@@ -1,0 +1,177 @@
+"""`stoker resume` and `stoker cancel` of Slurm jobs, with stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stoker.launcher import cli
+from stoker.launcher.run.attempts import claim
+from stoker.launcher.run.effective import effective_config, effective_script
+from stoker.launcher.run.layout import CheckpointName, RunDir
+from stoker.launcher.run.outcome import Cause, Next, Outcome
+from stoker.launcher.run.submissions import new_submission, submissions
+
+SCONTROL = (
+    'if [ "$2" = partition ]; then echo "PartitionName=main Default=YES DefaultTime=NONE MaxNodes=UNLIMITED '
+    'MaxTime=UNLIMITED State=UP TotalNodes=4"; fi'
+)
+
+
+def queue(job: str, state: str, comment: str = "x") -> str:
+    return f"printf '{job}\\x1f{state}\\x1f1:00\\x1fn1\\x1fNone\\x1f/w\\x1f{comment}\\n'"
+
+
+@pytest.fixture
+def run(tokens: str, tmp_path: Path, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> RunDir:
+    """Frozen by `stoker launch`, submitted as job 7, and ended by a crash at step 6 of 10."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["data=custom", f"data.sources.0.prefix={tokens}", "data.seq_len=64", "train.steps=10"]
+    assert cli.main(["launch", "--no-submit", *arguments, f"--run-dir={tmp_path}/r"]) == 0
+    found = RunDir(tmp_path / "r")
+    new_submission(found, "sbatch", token="tok1").set_job("7")
+    attempt = claim(found)
+    attempt.start.write_text('{"submission": 1}')
+    Outcome(Cause.CRASH, Next.NOTHING, 1, "boom").write(attempt)
+    found.checkpoint(CheckpointName(6, 1)).mkdir()
+    fake_slurm.program("squeue", "true")
+    fake_slurm.program("scontrol", SCONTROL)
+    fake_slurm.program("sbatch", "echo 8")
+    capsys.readouterr()
+    return found
+
+
+def frozen_files(run: RunDir) -> dict[str, bytes]:
+    names = ("config.json", "config.yaml", "submit.sbatch", "code.tar.gz", "run.json", "overrides.txt")
+    return {name: (run.path / name).read_bytes() for name in names}
+
+
+def test_resume_submits_the_same_script_again(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    before = frozen_files(run)
+    assert cli.main(["resume", str(run.path)]) == 0
+    assert frozen_files(run) == before
+    assert [s.job_id for s in submissions(run)] == ["7", "8"]
+    assert fake_slurm.calls("sbatch")[0].endswith(f" {run.path}/submit.sbatch")
+    assert capsys.readouterr().out.startswith(f"run directory: {run.path}\njob:           8\n")
+
+
+def test_changes_are_kept_beside_the_submission_and_hold_on(run: RunDir, fake_slurm: Any) -> None:
+    before = frozen_files(run)
+    assert cli.main(["resume", str(run.path), "--nodes", "2", "train.steps=20", "cluster.env={A: b}"]) == 0
+    assert frozen_files(run) == before
+    assert fake_slurm.calls("sbatch")[0].endswith(f" {run.path}/submissions/0002.sbatch")
+    script = (run.submissions / "0002.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n" in script
+    assert "export A=b\n" in script
+    config = effective_config(run, 2)
+    assert (config["cluster"]["nodes"], config["train"]["steps"], config["data"]["seq_len"]) == (2, 20, 64)
+    assert effective_config(run, 1)["cluster"]["nodes"] == 1
+    assert effective_config(run, 3) == config
+    assert effective_script(run, 3) == run.submissions / "0002.sbatch"
+    assert effective_script(run, 1) == run.script
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("model.hidden_size=8", "model.hidden_size: cannot change on resume"),
+        ("train.global_batch=8", "train.global_batch: cannot change on resume"),
+        ("cluster=local", "cluster: cannot change on resume"),
+        ("~cluster.env.A", "~cluster.env.A: cannot change on resume"),
+        ("cluster.nodez=2", "cluster.nodez: unknown key; did you mean cluster.nodes?"),
+        ("cluster.nodes=two", "cluster.nodes=two"),
+        ("cluster.nodes=9", "cluster.nodes=9: more than a job can get here"),
+        ("train.steps=6", "is at step 6 of train.steps=6; to train further"),
+    ],
+)
+def test_wrong_changes_leave_no_trace(override: str, text: str, run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    files = sorted(p.name for p in run.submissions.iterdir())
+    assert cli.main(["resume", str(run.path), override]) == 2
+    assert text in capsys.readouterr().err
+    assert sorted(p.name for p in run.submissions.iterdir()) == files
+    assert fake_slurm.calls("sbatch") == []
+
+
+def test_refused_by_slurm_leaves_no_trace(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    files = sorted(p.name for p in run.submissions.iterdir())
+    fake_slurm.program("sbatch", "echo 'Invalid account' >&2; exit 1")
+    assert cli.main(["resume", str(run.path), "cluster.nodes=2"]) == 1
+    assert "sbatch refused the job: Invalid account" in capsys.readouterr().err
+    assert sorted(p.name for p in run.submissions.iterdir()) == files
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])
+def test_resume_refuses_while_a_job_of_the_run_is_there(state: str, run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    fake_slurm.program("squeue", queue("7", state))
+    assert cli.main(["resume", str(run.path)]) == 1
+    assert "job 7 still works on it" in capsys.readouterr().err
+    assert len(submissions(run)) == 1
+
+
+def test_resume_finds_the_job_of_a_lost_answer(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    """sbatch timed out at the last resume, but the job had arrived."""
+    new_submission(run, "sbatch", token="tok2")
+    fake_slurm.program("squeue", queue("9", "PENDING", "stoker:tok2"))
+    assert cli.main(["resume", str(run.path)]) == 1
+    assert "job 9 still works on it" in capsys.readouterr().err
+    assert submissions(run)[1].job_id == "9"
+
+
+def test_finished_run_needs_more_steps(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    second = claim(run)
+    second.start.write_text('{"submission": 1}')
+    Outcome(Cause.FINISHED, Next.NOTHING, 0, "done").write(second)
+    run.checkpoint(CheckpointName(10, 2)).mkdir()
+    assert cli.main(["resume", str(run.path)]) == 2
+    assert "is at step 10 of train.steps=10; to train further: train.steps=N, N > 10" in capsys.readouterr().err
+    assert cli.main(["resume", str(run.path), "train.steps=12"]) == 0
+
+
+def test_never_submitted_run_can_be_started(run: RunDir, fake_slurm: Any) -> None:
+    for path in run.submissions.iterdir():
+        path.unlink()
+    assert cli.main(["resume", str(run.path)]) == 0
+    assert [s.job_id for s in submissions(run)] == ["8"]
+
+
+def test_cancel_marks_first_and_waits_until_the_job_is_gone(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    (run.attempt(1).outcome).unlink()
+    gone = '$(dirname "$0")/gone'
+    fake_slurm.program("squeue", f'if [ ! -e "{gone}" ]; then {queue("7", "RUNNING")}; else touch "{gone}2"; fi')
+    fake_slurm.program("scancel", f'test -e {run.submissions}/0001.cancel.json && touch "{gone}"')
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert fake_slurm.calls("scancel") == ["7"]
+    assert capsys.readouterr().out == f"{run.path}: cancelled; job 7 ended\n"
+
+
+def test_cancel_that_takes_too_long_says_so(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    fake_slurm.program("squeue", queue("7", "COMPLETING"))
+    fake_slurm.program("scancel", "true")
+    assert cli.main(["cancel", "--timeout", "0.5", str(run.path)]) == 1
+    assert "marked as cancelled; job 7 did not end within 0.5 s" in capsys.readouterr().out
+
+
+def test_cancel_refused_by_slurm_leaves_the_mark(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    fake_slurm.program("squeue", queue("7", "RUNNING"))
+    fake_slurm.program("scancel", "echo 'Access/permission denied' >&2; exit 1")
+    assert cli.main(["cancel", str(run.path)]) == 1
+    err = capsys.readouterr().err
+    assert "scancel 7: Access/permission denied" in err
+    assert "will not start again" in err
+    assert submissions(run)[0].is_cancelled
+
+
+def test_cancel_of_a_run_without_submission(make_run: Callable[..., RunDir], fake_slurm: Any, capsys: Any) -> None:
+    assert cli.main(["cancel", str(make_run().path)]) == 1
+    assert "never submitted; there is nothing to cancel" in capsys.readouterr().err
+
+
+def test_interrupted_and_cancelled_runs_say_how_to_go_on(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    second = claim(run)
+    second.start.write_text(json.dumps({"submission": 1}))
+    Outcome(Cause.PREEMPTED, Next.REQUEUE, 75, "preempted").write(second)
+    assert cli.main(["status", str(run.path)]) == 0
+    assert "INTERRUPTED after preempted, job 7 is no longer known to Slurm and was not" in capsys.readouterr().out
