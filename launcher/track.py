@@ -130,7 +130,7 @@ class Tracker:
                     say(f"wandb failed: {e}. The run is not affected; `stoker track` sends the rest later")
                     return EXIT_FAILED
                 say(f"wandb failed: {e}; trying again")
-                self.signals.wait(2.0**failures)
+                self.signals.wait(2.0 ** (failures - 1))
 
     def _work(self, session: Session) -> int:
         feed = Feed(self.run, session.sent)
