@@ -265,9 +265,9 @@ def run(trainer: Trainer, initial: dict[str, Tensor], prefix: Path, rounds: int,
     bare, again = BareLoop(initial, samples()), BareLoop(initial, samples())
 
     def ours() -> None:
-        torch.use_deterministic_algorithms(True)  # as the trainer set it; the bare loops go without
+        torch.set_deterministic_debug_mode("error")  # as the trainer set it; the bare loops go without
         trainer.step()
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
     times = measure({"bare": bare.step, "ours": ours, "bare again": again.step}, rounds, warmup)
     lines = trainer.context.attempt.metrics(1).read_text().splitlines()

@@ -20,7 +20,8 @@ def set_determinism(is_deterministic: bool) -> None:
     """
     if is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(is_deterministic)
+    # The same switch as torch.use_deterministic_algorithms, which besides imports the compiler (2 s in each worker).
+    torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
     # Filling every new tensor guards against reading uninitialised memory, at the price of a pass over all of it.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (torch types it as a module)
     torch.backends.cudnn.benchmark = not is_deterministic

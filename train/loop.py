@@ -93,7 +93,7 @@ class Trainer:
             trainer = cls(config, grid, context, ops, decoder_table(config.model))
             trainer._restore_and_open()
             trainer._announce()
-        except ValueError as e:
+        except (ValueError, FileNotFoundError) as e:
             raise BadInputError(str(e)) from e
         return trainer
 
@@ -286,6 +286,7 @@ class Trainer:
         if progress.step == self._saved_step:
             return None
         if progress.bad_steps:
+            self._report("checkpoint_skipped", step=progress.step, reason="the step was bad")
             return f"step {progress.step} was bad"
         self.context.pulse.enter(Phase.SAVE)
         with self.clock.measure("save"):

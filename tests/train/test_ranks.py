@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,9 @@ from stoker.train.pulse import Pulse
 STEPS = 20
 
 
-def options(steps: int = STEPS, global_batch: int = 8) -> dict[str, Any]:
-    """Micro-batches of one sample, so that every number of ranks cuts a batch in the same pieces."""
-    train_options = {"micro_batch": 1, "global_batch": global_batch, "eval_interval": 10, "eval_batches": 2}
-    return {"steps": steps, "train": train_options, "model": {"dropout": 0.1}}
+def options(steps: int = STEPS, global_batch: int = 8, dropout: float = 0.0) -> dict[str, Any]:
+    train_options = {"micro_batch": 2, "global_batch": global_batch, "eval_interval": 10, "eval_batches": 2}
+    return {"steps": steps, "train": train_options, "model": {"dropout": dropout}}
 
 
 def _run(
@@ -67,11 +67,15 @@ def test_losses_are_those_of_one_rank(
     assert_close(metrics(tmp_path), baseline)
 
 
-def test_a_batch_that_does_not_divide_is_counted_exactly(run_ranks: Any, tmp_path: Any, tiny_data: Any) -> None:
-    train(tmp_path / "one", tiny_config(tiny_data, **options(10, global_batch=5)))
-    run_ranks(4, _run, prefix=str(tiny_data), run=str(tmp_path / "four"), steps=10, global_batch=5)
-    assert metrics(tmp_path / "four")[0]["tokens"] == 5 * 32
-    assert_close(metrics(tmp_path / "four"), metrics(tmp_path / "one"))
+@pytest.mark.parametrize("fields", [{"global_batch": 5}, {"dropout": 0.2}], ids=["uneven batch", "dropout"])
+def test_neither_uneven_batches_nor_dropout_depend_on_the_ranks(
+    run_ranks: Any, tmp_path: Any, tiny_data: Any, fields: dict[str, Any]
+) -> None:
+    fields |= {"steps": 5}
+    train(tmp_path / "one", tiny_config(tiny_data, **options(**fields)))
+    run_ranks(3, _run, prefix=str(tiny_data), run=str(tmp_path / "three"), **fields)
+    assert metrics(tmp_path / "three")[0]["tokens"] == fields.get("global_batch", 8) * 32
+    assert_close(metrics(tmp_path / "three"), metrics(tmp_path / "one"))
 
 
 def test_stopped_and_resumed_on_as_many_ranks_it_has_the_same_bits(
@@ -96,9 +100,19 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_alike(
     assert_close(metrics(tmp_path) + metrics(tmp_path, attempt=2), baseline)
 
 
+def _compiler_modules(member: Membership, prefix: str, run: str) -> list[str]:
+    train(run, tiny_config(prefix, steps=2))
+    return sorted(name for name in sys.modules if name in ("torch._dynamo", "torch._inductor", "sympy"))
+
+
+def test_a_worker_does_not_import_the_compiler(run_ranks: Any, tmp_path: Any, tiny_data: Any) -> None:
+    """It costs two seconds in every worker, at every restart; torch imports it in surprising places."""
+    assert run_ranks(1, _compiler_modules, prefix=str(tiny_data), run=str(tmp_path)) == [[]]
+
+
 def _lose_a_peer(member: Membership, prefix: str, run: str) -> dict[str, Any]:
     """Rank 1 dies in the backward pass of step 7; rank 0 goes on alone, in the same process."""
-    config = tiny_config(prefix, steps=12, checkpoint={"interval": 4}, train={"micro_batch": 1})
+    config = tiny_config(prefix, steps=12, checkpoint={"interval": 4}, train={"micro_batch": 2})
     grid = form(member)
     trainer = Trainer.build(config, grid, make_context(run))
     if member.rank == 1:
