@@ -29,8 +29,10 @@ from .run.effective import effective_config
 from .run.events import EventLog
 from .run.files import create_json, read_json
 from .run.layout import AttemptDir, RunDir, open_run
-from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_USAGE, Cause, Next, Outcome
+from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.submissions import Submission, own_submission, submissions
+from .track_start import PATIENCE as TRACKER_PATIENCE
+from .track_start import start_tracker, stop_tracker
 
 TICK = 0.25  # seconds between looks at the clock
 FENCE_EVERY = 2.0
@@ -132,12 +134,15 @@ class Supervisor:
         launch = launch_agents(self.run, self.attempt, self.config, self.agents.addresses, self.token, self.job_id)
         if os.environ.get(WARNED):
             self._warn("the warning came while the job was starting")
+        tracker = start_tracker(self.run, self.config)
         try:
             while self.exit_code is None:
                 self._turn(launch)
         finally:
             self.agents.quit()
             launch.end()
+            # After a requeue SIGKILL follows soon; what the tracker has not sent, the next one sends.
+            stop_tracker(tracker, 5.0 if self.exit_code == EXIT_REQUEUE else TRACKER_PATIENCE)
         return self.exit_code
 
     def _record_start(self) -> None:

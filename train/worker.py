@@ -44,9 +44,7 @@ class Place:
 
     run: RunDir
     config: Config
-    rank: int
     local_rank: int
-    world_size: int
     attempt: int
 
 
@@ -87,7 +85,7 @@ def main(spec: dict[str, Any], channel: Channel, segment_fd: int) -> int:
         config = from_plain(spec["config"])
         for name in config.plugins:
             importlib.import_module(name)
-        place = Place(run, config, rank, int(spec["local_rank"]), int(spec["world_size"]), int(spec["attempt"]))
+        place = Place(run, config, int(spec["local_rank"]), int(spec["attempt"]))
         return _passes(place, _membership(place, spec), segment, channel, report)
     except BaseException as e:
         text = traceback.format_exc()
@@ -112,9 +110,10 @@ class Reporter:
 
 
 def _membership(place: Place, message: dict[str, Any]) -> Membership:
+    # A later pass may give this process another place: its rank and the number of ranks come with the message.
     return Membership(
-        place.rank,
-        place.world_size,
+        int(message["rank"]),
+        int(message["world_size"]),
         place.local_rank,
         place.attempt,
         int(message["generation"]),
@@ -127,7 +126,7 @@ def _passes(place: Place, member: Membership, segment: Segment, channel: Channel
     from .loop import Trainer
 
     while True:
-        pulse = Pulse(segment, member.generation, place.rank, place.attempt)
+        pulse = Pulse(segment, member.generation, member.rank, place.attempt)
         report.generation = member.generation
         grid = trainer = None
         try:

@@ -1,0 +1,191 @@
+"""Workers as an agent has them: forked from a real zygote, spoken to over its sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stoker.conf.load import to_plain
+from stoker.launcher.run import views
+from stoker.launcher.run.attempts import claim
+from stoker.launcher.run.heartbeat import Control, Phase, Segment
+from stoker.launcher.run.layout import RunDir
+from stoker.launcher.run.wire import Channel, Closed
+
+STEPS = 12
+
+
+class Zygote:
+    """What an agent does with a zygote, by hand."""
+
+    def __init__(self, run: RunDir, env: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        self.run = run
+        self.log = os.open(run.path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        own = {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_AGENT_PID": str(os.getpid())}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "stoker.train.zygote"], env=os.environ | own | env, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        assert self.receive(self.channel, "ready")
+
+    def fork(self, what: str, ident: int, spec: dict[str, Any], *fds: int) -> tuple[int, Channel]:
+        ours, theirs = socket.socketpair()
+        message = {"kind": "fork", "what": what, "id": ident, "spec": spec, "env": {}}
+        self.channel.send(message, (self.log, theirs.fileno(), *fds))
+        theirs.close()
+        return int(self.receive(self.channel, "forked")["pid"]), Channel(ours)
+
+    def receive(self, channel: Channel, word: str, patience: float = 60.0) -> dict[str, Any]:
+        """Read until a message of this kind, or a report of this event, comes."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if not select.select([channel], [], [], 0.5)[0]:
+                continue
+            for message in channel.receive():
+                if word in (message["kind"], message.get("event")):
+                    return message
+        raise TimeoutError(f"no {word!r} within {patience} s; log:\n{(self.run.path / 'log').read_text()}")
+
+    def exit_status(self, pid: int) -> int:
+        while (message := self.receive(self.channel, "exited"))["pid"] != pid:
+            pass
+        return int(message["status"])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.log)
+
+
+class Team:
+    """A run, its zygote and store, and workers of two ranks."""
+
+    def __init__(self, path: Path, prefix: Path, failpoints: str) -> None:
+        config = _config(prefix)
+        self.run = RunDir(path)
+        path.mkdir()
+        self.run.checkpoints.mkdir()
+        self.run.run.write_text(json.dumps({"id": "x"}))
+        self.attempt = claim(self.run)
+        self.zygote = Zygote(self.run, {"STOKER_FAILPOINTS": failpoints})
+        self.plain = to_plain(config)
+        _, self.store_channel = self.zygote.fork("store", -1, {"host": "127.0.0.1"})
+        self.port = self.zygote.receive(self.store_channel, "store")["port"]
+        self.segments: dict[int, Segment] = {}
+
+    def form(self, generation: int, rank: int) -> dict[str, Any]:
+        place = {"generation": generation, "rank": rank, "world_size": 2, "local_rank": rank}
+        return place | {"store_host": "127.0.0.1", "store_port": self.port}
+
+    def start(self, generation: int, rank: int) -> tuple[int, Channel]:
+        self.segments[rank] = Segment.create("test")
+        spec = self.form(generation, rank) | {"run": str(self.run.path), "config": self.plain, "attempt": 1}
+        return self.zygote.fork("worker", rank, spec, self.segments[rank].fd)
+
+    def losses(self) -> dict[int, float]:
+        return {m["step"]: m["loss"] for m in views.metrics(self.run)}
+
+
+def _config(prefix: Path) -> Any:
+    # The harness is loaded by path: tests are not a package.
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("harness_for_workers", Path(__file__).with_name("harness.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    harness = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = harness
+    spec.loader.exec_module(harness)
+    harness.make_data(prefix)
+    return harness.tiny_config(prefix, steps=STEPS, checkpoint={"interval": 4})
+
+
+@pytest.fixture
+def team(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Team]:
+    made = Team(tmp_path / "run", tmp_path / "data", getattr(request, "param", ""))
+    yield made
+    made.zygote.close()
+
+
+@pytest.mark.parametrize("team", ["step@step=6@rank=1@generation=1:kill"], indirect=True)
+def test_a_survivor_makes_a_second_pass_in_the_same_process(team: Team, tmp_path: Path) -> None:
+    survivor, channel = team.start(1, 0)
+    team.start(1, 1)
+    team.zygote.receive(channel, "peer_lost")
+    team.start(2, 1)
+    channel.send({"kind": "form", **team.form(2, 0)})
+    assert team.zygote.receive(channel, "ended")["fields"]["step"] == STEPS
+    assert team.zygote.exit_status(survivor) == 0
+    assert views.metrics(team.run)[-1]["generation"] == 2
+
+    calm = Team(tmp_path / "calm", tmp_path / "data", "")
+    try:
+        _, channel = calm.start(1, 0)
+        calm.start(1, 1)
+        calm.zygote.receive(channel, "ended")
+    finally:
+        calm.zygote.close()
+    assert sorted(calm.losses()) == list(range(1, STEPS + 1))
+    assert team.losses() == calm.losses()
+
+
+def test_workers_and_store_die_with_the_zygote(team: Team) -> None:
+    pids = [team.start(1, 0)[0]]  # waits for its peer for ever
+    os.kill(team.zygote.process.pid, signal.SIGKILL)
+    team.zygote.process.wait()
+    with pytest.raises(Closed):
+        team.zygote.receive(team.store_channel, "nothing", patience=10.0)
+    deadline = time.monotonic() + 10
+    while any(_lives(p) for p in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("team", ["step:pause-20"], indirect=True)
+def test_ranks_hold_at_a_proposed_step_until_it_is_committed(team: Team) -> None:
+    channels = [team.start(1, rank)[1] for rank in (0, 1)]
+    for segment in team.segments.values():
+        segment.write_control(Control(1, 7, False, True))
+
+    def phases() -> list[tuple[int, Phase]]:
+        beats = [s.read_heartbeat() for s in team.segments.values()]
+        return [(b.step, b.phase) for b in beats if b is not None]
+
+    deadline = time.monotonic() + 60
+    while phases() != [(7, Phase.HOLD), (7, Phase.HOLD)]:
+        assert time.monotonic() < deadline, phases()
+        time.sleep(0.02)
+    # A later proposal lets them go on; the commit ends them there.
+    for committed in (False, True):
+        for segment in team.segments.values():
+            segment.write_control(Control(1, 9, committed, True))
+    ended = [team.zygote.receive(c, "ended")["fields"] for c in channels]
+    assert [(e["finished"], e["step"], e["saved_step"]) for e in ended] == [(False, 9, 9), (False, 9, 9)]
+
+
+def test_an_exception_is_told_with_cause_and_traceback(tmp_path: Path, team: Team) -> None:
+    team.plain["data"]["sources"][0]["prefix"] = str(tmp_path / "nowhere")
+    channels = [team.start(1, rank)[1] for rank in (0, 1)]
+    fields = team.zygote.receive(channels[0], "failed")["fields"]
+    assert fields["cause"] == "bad_config"
+    assert "nowhere" in fields["error"]
+    assert fields["traceback"].startswith("Traceback")
