@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Zygote:
     def __init__(self, run: RunDir, env: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
+        self.pending: dict[Channel, deque[dict[str, Any]]] = {}
         self.run = run
         self.log = os.open(run.path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         own = {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_AGENT_PID": str(os.getpid())}
@@ -50,12 +52,14 @@ class Zygote:
     def receive(self, channel: Channel, word: str, patience: float = 60.0) -> dict[str, Any]:
         """Read until a message of this kind, or a report of this event, comes."""
         deadline = time.monotonic() + patience
+        pending = self.pending.setdefault(channel, deque())
         while time.monotonic() < deadline:
-            if not select.select([channel], [], [], 0.5)[0]:
-                continue
-            for message in channel.receive():
+            while pending:
+                message = pending.popleft()
                 if word in (message["kind"], message.get("event")):
                     return message
+            if select.select([channel], [], [], 0.5)[0]:
+                pending.extend(channel.receive())
         raise TimeoutError(f"no {word!r} within {patience} s; log:\n{(self.run.path / 'log').read_text()}")
 
     def exit_status(self, pid: int) -> int:
