@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 from stoker.launcher import policy_types as p
-from stoker.launcher.policy import culprit, decide, hang_limit
+from stoker.launcher.policy import decide
+from stoker.launcher.policy_trouble import culprit, hang_limit
 from stoker.launcher.run.heartbeat import Phase
 from stoker.launcher.run.outcome import Cause, Next
 

@@ -1,0 +1,107 @@
+"""Policy, the ground: forming a generation, clearing workers away, ending an attempt.
+
+Owns: what the other policy modules build on. Does not own: when any of it happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .policy_types import Action, Finish, Form, KillWorkers, Note, RankView, Stage, State, StopPlan
+from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, Cause, Next, Outcome
+
+Decision = tuple[State, tuple[Action, ...]]
+
+
+def form(state: State) -> Decision:
+    """Start the workers of the next generation."""
+    store = state.store
+    assert store is not None
+    per = state.settings.procs_per_node
+    # Sorted by name, so that a rank's place does not depend on who joined first.
+    nodes = sorted(state.agents, key=_natural)
+    first = {node: i * per for i, node in enumerate(nodes)}
+    ranks = {first[n] + k: RankView(n, step=0) for n in nodes for k in range(per)}
+    state = replace(
+        state,
+        stage=Stage.RUNNING,
+        since=state.now,
+        generation=state.generation + 1,
+        ranks=ranks,
+        trouble=None,
+        then=None,
+        has_ever_run=True,
+    )
+    note = Note("form", {"generation": state.generation, "world_size": len(ranks), "nodes": nodes})
+    return state, (note, Form(state.generation, first, store))
+
+
+def _natural(name: str) -> tuple[object, ...]:
+    """n2 before n10."""
+    parts: list[object] = []
+    digits = ""
+    for c in name + "\0":
+        if c.isdigit():
+            digits += c
+            continue
+        if digits:
+            parts += [1, int(digits), digits]
+            digits = ""
+        parts += [0, ord(c), c]
+    return tuple(parts)
+
+
+def all_ended(state: State) -> Decision:
+    """A rank came to its end in order; once all have, so has the attempt."""
+    if any(r.is_alive or r.ended is None for r in state.ranks.values()):
+        return state, ()
+    step = min(r.step for r in state.ranks.values())
+    state = replace(state, best_step=max(step, state.best_step))
+    if all(r.ended for r in state.ranks.values()):
+        outcome = outcome_of(state, Cause.FINISHED, Next.NOTHING, EXIT_FINISHED, f"all {step} steps are done")
+        return end(state, outcome)
+    plan = state.stop
+    assert plan is not None, "workers stopped though nobody asked them to"
+    return end(state, after_stop(state, plan), ask=True)
+
+
+def after_stop(state: State, plan: StopPlan) -> Outcome:
+    """What a stop that somebody asked for leads to."""
+    if plan.cause is Cause.CANCELLED or not plan.requeue:
+        return outcome_of(state, plan.cause, Next.NOTHING, EXIT_CANCELLED, plan.reason)
+    if not state.settings.can_requeue:
+        reason = f"{plan.reason}; not requeued (resilience.continuation=none): `stoker resume` goes on"
+        return outcome_of(state, plan.cause, Next.NOTHING, EXIT_FAILED, reason)
+    return outcome_of(state, plan.cause, Next.REQUEUE, EXIT_REQUEUE, plan.reason)
+
+
+def clear(state: State, then: Outcome | None) -> Decision:
+    """Kill what lives; when all are gone, go on with the next generation or end."""
+    state = replace(state, stage=Stage.CLEARING, since=state.now, then=then)
+    state, actions = cleared(state)
+    return state, (KillWorkers(state.generation), *actions)
+
+
+def cleared(state: State) -> Decision:
+    if any(r.is_alive and r.node in state.agents for r in state.ranks.values()):
+        return state, ()
+    if state.then is not None:
+        return end(state, state.then, ask=True)
+    return form(state)
+
+
+def requeue_or_fail(state: State, cause: Cause, reason: str) -> Outcome:
+    if state.settings.can_requeue:
+        return outcome_of(state, cause, Next.REQUEUE, EXIT_REQUEUE, reason)
+    return outcome_of(state, cause, Next.NOTHING, EXIT_FAILED, reason)
+
+
+def outcome_of(state: State, cause: Cause, then: Next, code: int, reason: str) -> Outcome:
+    return Outcome(cause, then, code, reason, step=state.best_step, saved_step=state.saved_step)
+
+
+def end(state: State, outcome: Outcome, ask: bool = False) -> Decision:
+    is_asked = ask and outcome.next is Next.REQUEUE
+    # The outcome may have been decided while workers were still running: give it the last word on steps.
+    outcome = replace(outcome, step=max(state.best_step, outcome.step or 0), saved_step=state.saved_step)
+    return replace(state, stage=Stage.DONE, since=state.now), (Finish(outcome, is_asked),)

@@ -1,0 +1,141 @@
+"""Policy for what breaks: workers that die or hang, nodes that are lost, a launch that ends.
+
+Owns: who is to blame, and whether workers are started again or the attempt ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+
+from .policy_basics import Decision, after_stop, all_ended, clear, cleared, end, outcome_of, requeue_or_fail
+from .policy_types import AgentLost, AskSlurm, KillWorkers, LaunchEnded, Note, RankView, Settings, Stage, State, Trouble
+from .run.heartbeat import Phase
+from .run.outcome import EXIT_FAILED, EXIT_USAGE, Cause, Next, Outcome
+
+SLOW_FACTOR, SLOW_FLOOR = 3.0, 5.0  # a rank is named as slow after max(factor x median, floor) seconds
+_KILLED = {9, 15, 137, 143}  # exit codes of an srun whose tasks were ended by SIGKILL or SIGTERM
+# Never started again unchanged: a person has to act first.
+_FATAL = {Cause.BAD_CONFIG, Cause.DIVERGED, Cause.OUT_OF_MEMORY, Cause.STORAGE}
+
+
+def suspect(state: State, new: Trouble) -> Decision:
+    """Keep the best explanation: certain before suspected, then first come."""
+    if state.stage is not Stage.RUNNING:
+        return state, ()
+    old = state.trouble
+    if old is None or (new.is_certain and not old.is_certain):
+        state = replace(state, trouble=new)
+    return act_on_trouble(state)
+
+
+def act_on_trouble(state: State) -> Decision:
+    t = state.trouble
+    if t is None or state.now < t.due:
+        return state, ()
+    note = Note("trouble", {"cause": t.cause.value, "reason": t.reason, "rank": t.rank, "node": t.node})
+    state, actions = _restart_or_stop(state, t)
+    return state, (note, *actions)
+
+
+def _restart_or_stop(state: State, t: Trouble) -> Decision:
+    s = state.settings
+    if state.stop is not None:
+        # The allocation is going away anyhow: no time for another generation.
+        return clear(state, after_stop(state, state.stop))
+    if t.cause is Cause.SUPERSEDED:
+        return clear(state, outcome_of(state, t.cause, Next.NOTHING, EXIT_FAILED, t.reason))
+    if t.cause in _FATAL:
+        code = EXIT_USAGE if t.cause is Cause.BAD_CONFIG else EXIT_FAILED
+        return clear(state, _failure(state, t, code))
+    if state.restarts >= s.max_restarts:
+        why = f"{t.reason} ({state.restarts} restarts without {s.progress_steps} steps of progress)"
+        return clear(state, _failure(state, replace(t, reason=why), EXIT_FAILED))
+    furthest = max((r.step for r in state.ranks.values()), default=0)
+    state = replace(state, restarts=state.restarts + 1, mark=max(state.mark, furthest))
+    return clear(state, None)
+
+
+def _failure(state: State, t: Trouble, code: int) -> Outcome:
+    outcome = outcome_of(state, t.cause, Next.NOTHING, code, t.reason)
+    return replace(outcome, rank=t.rank, node=t.node, traceback=t.traceback)
+
+
+def agent_lost(state: State, e: AgentLost) -> Decision:
+    if e.node not in state.agents:
+        return state, ()
+    agents = {n: a for n, a in state.agents.items() if n != e.node}
+    state = replace(state, agents=agents)
+    note = Note("agent_lost", {"node": e.node, "reason": e.reason})
+    if state.stage is Stage.CLEARING and state.then is not None:
+        state, actions = cleared(state)
+        return state, (note, *actions)
+    if state.stage is Stage.RUNNING and all(r.ended is not None for r in state.ranks.values() if r.node == e.node):
+        # Its workers had all ended in order; their exits were lost with it.
+        ranks = {k: replace(r, is_alive=False) if r.node == e.node else r for k, r in state.ranks.items()}
+        state, actions = all_ended(replace(state, ranks=ranks))
+        return state, (note, *actions)
+    # Nothing can go on without the node. Slurm's word on it comes by signal; only then is it clear what happens next.
+    trouble = Trouble(Cause.NODE_FAILURE, f"node {e.node} is lost: {e.reason}", state.now, None, e.node, None, True)
+    state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=trouble)
+    return state, (note, KillWorkers(state.generation))
+
+
+def launch_ended(state: State, e: LaunchEnded) -> Decision:
+    """srun is gone and with it every agent. That is no node failure: then srun stays until Slurm has its word."""
+    if state.stage is Stage.CLEARING and state.then is not None:
+        return end(state, state.then, ask=True)
+    reason = f"srun ended with code {e.code} and took all agents along"
+    note = Note("launch_ended", {"code": e.code})
+    if state.stage is Stage.GATHERING and e.code not in _KILLED:
+        outcome = requeue_or_fail(state, Cause.LAUNCH_FAILED, reason)
+        state, actions = end(state, outcome, ask=True)
+        return state, (note, *actions)
+    trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, is_certain=True)
+    state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=state.trouble or trouble)
+    return state, (note, AskSlurm("launch"))
+
+
+def hang_limit(s: Settings, phase: Phase, step_seconds: float) -> float:
+    """Seconds without a sign of life after which a rank in this phase is taken for hung."""
+    if phase in (Phase.START, Phase.COMPILE):
+        return s.start_timeout
+    if phase is Phase.SAVE:
+        return s.save_timeout
+    if phase is Phase.EVAL:
+        return s.eval_timeout
+    return s.hang_timeout or max(20 * step_seconds, 120.0)
+
+
+def look_for_hangs(state: State) -> Decision:
+    ranks = {k: r for k, r in state.ranks.items() if r.is_alive and r.ended is None and r.phase is not Phase.HOLD}
+    medians = [r.median for r in ranks.values() if r.median]
+    step_seconds = median(medians) if medians else 0.0
+    # Before the first step is through, a step may still compile and warm up: the start's limit holds.
+    limits = {
+        k: hang_limit(state.settings, r.phase if step_seconds else Phase.START, step_seconds) for k, r in ranks.items()
+    }
+    hung = [k for k, r in ranks.items() if r.age > limits[k]]
+    if hung:
+        k = culprit(ranks)
+        reason = (
+            f"rank {k} shows no progress for {ranks[k].age:.0f} s in step {ranks[k].step}"
+            f" (phase {ranks[k].phase.name.lower()}, limit {limits[k]:.0f} s)"
+        )
+        return suspect(state, Trouble(Cause.HANG, reason, state.now, k, ranks[k].node, None, True))
+    if not step_seconds:
+        return state, ()
+    slow = [k for k, r in ranks.items() if r.phase in (Phase.STEP, Phase.DATA) and not r.is_named]
+    slow = [k for k in slow if ranks[k].age > max(SLOW_FACTOR * step_seconds, SLOW_FLOOR)]
+    if not slow:
+        return state, ()
+    k = culprit(ranks)
+    state = replace(state, ranks={n: replace(r, is_named=True) for n, r in state.ranks.items()})
+    fields = {"rank": k, "node": ranks[k].node, "step": ranks[k].step, "seconds": round(ranks[k].age, 1)}
+    return state, (Note("slow", fields),)
+
+
+def culprit(ranks: Mapping[int, RankView]) -> int:
+    """The rank that the others wait for: fewest steps, then fewest collectives begun, then longest silent."""
+    return min(ranks, key=lambda k: (ranks[k].step, ranks[k].sequence, -ranks[k].age, k))
