@@ -18,9 +18,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .indexed_writer import IndexWriter
 from .meta import write_text
@@ -29,7 +30,7 @@ from .text import Part, Tally, documents
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1000, 1 << 20
+_SLICE_CHARACTERS, _BATCH_CHARACTERS, _BATCH_SLICES = 1 << 18, 1 << 20, 1000
 
 
 @dataclass(frozen=True)
@@ -68,29 +69,55 @@ def read_record(prefix: Path) -> PartRecord | None:
 
 def encode_part(part: Part, encoding: Encoding, tokenizer: Tokenizer) -> PartRecord:
     """Write a part's tokens, each document with eod at its end, and its record. Raises ValueError for bad input."""
-    prefix, tally = encoding.part_prefix(part), Tally()
-    with IndexWriter(prefix, np.dtype(encoding.dtype)) as writer:
-        for texts in _batches(documents(part, encoding.json_key, tally)):
-            encoded = [[*e.ids, encoding.eod] for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-            lengths = [len(ids) for ids in encoded]
-            flat = np.fromiter((i for ids in encoded for i in ids), np.int64, sum(lengths))
-            writer.add_documents(flat, lengths)
+    prefix, tally, dtype = encoding.part_prefix(part), Tally(), np.dtype(encoding.dtype)
+    begun: list[npt.NDArray[Any]] = []  # of a document whose last slice is still to come
+    with IndexWriter(prefix, dtype) as writer:
+        for slices in _batches(documents(part, encoding.json_key, tally)):
+            done: list[npt.NDArray[Any]] = []
+            encoded = tokenizer.encode_batch_fast([text for text, _ in slices], add_special_tokens=False)
+            for (_, is_last), found in zip(slices, encoded, strict=True):
+                begun.append(np.array([*found.ids, encoding.eod] if is_last else found.ids, dtype))
+                if is_last:
+                    done.append(np.concatenate(begun))
+                    begun = []
+            if done:
+                writer.add_documents(np.concatenate(done), [len(tokens) for tokens in done])
     record = PartRecord(writer.documents, writer.tokens, tally.empty, tally.replaced)
     write_text(Path(f"{prefix}.json"), json.dumps(asdict(record)))
     return record
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(texts: Iterator[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Slices of documents in lists that are worth a call; True marks a document's last."""
+    batch: list[tuple[str, bool]] = []
     characters = 0
     for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if len(batch) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
+        for piece, is_last in _slices(text):
+            batch.append((piece, is_last))
+            characters += len(piece)
+            if len(batch) >= _BATCH_SLICES or characters >= _BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _slices(text: str) -> Iterator[tuple[str, bool]]:
+    """A text in slices that the tokenizer's memory (some 100 bytes per character) can bear; True marks the last.
+
+    Cuts are made behind a single line end that has no other space around it: there the usual tokenizers neither join
+    nor look ahead. Only a text without any for long is cut anywhere.
+    """
+    begin = 0
+    while len(text) - begin > _SLICE_CHARACTERS:
+        earliest, end = begin + _SLICE_CHARACTERS // 2, begin + _SLICE_CHARACTERS
+        newline = text.rfind("\n", earliest, end)
+        while newline >= 0 and (text[newline - 1].isspace() or text[newline + 1].isspace()):
+            newline = text.rfind("\n", earliest, newline)
+        end = newline + 1 if newline >= 0 else end
+        yield text[begin:end], False
+        begin = end
+    yield text[begin:], True
 
 
 def encode_parts(parts: Sequence[Part], encoding: Encoding, workers: int) -> Iterator[tuple[Part, PartRecord]]:

@@ -121,7 +121,7 @@ class IndexedTokens:
     def _check_edges(self) -> None:
         """Beginning, end and a few places between: a full scan would make opening depend on the number of documents."""
         size = os.fstat(self._fds[0]).st_size
-        self.tokens, rest = divmod(size, self.dtype.itemsize)
+        self.tokens = size // self.dtype.itemsize
         first, last = (int(self._entries(self._indices_at, d, 1)[0]) for d in (0, self.documents))
         if first != 0 or last != self.sequences:
             raise ValueError(
@@ -129,7 +129,7 @@ class IndexedTokens:
                 "(the number of sequences): damaged"
             )
         end = self._sequence(self.sequences - 1)[1]
-        if end != size or rest:
+        if end != size:
             raise ValueError(
                 f"{self._bin}: {size} bytes, but the last sequence of {self._idx} ends at byte {end}: "
                 "truncated, or not written together"

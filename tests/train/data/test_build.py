@@ -157,8 +157,8 @@ def test_validation_of_a_mixture_is_each_tail_in_turn(make_data):
 
 def test_a_token_outside_the_vocabulary_is_named(make_data):
     with (
-        open_one(make_data(), vocab_size=390) as data,
-        pytest.raises(ValueError, match=r"set\.bin: token 390 is 390, outside model\.vocab_size = 390"),
+        open_one(make_data(), vocab_size=392) as data,
+        pytest.raises(ValueError, match=r"set\.bin: token 392 is 392, outside model\.vocab_size = 392"),
     ):
         list(itertools.islice(data.train, 20))
 

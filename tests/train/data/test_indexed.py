@@ -84,6 +84,21 @@ def test_a_failed_write_leaves_the_older_pair_and_no_rest(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_new_tokens_never_stand_beside_an_old_index(tmp_path, monkeypatch):
+    write_golden(tmp_path / "g")
+    replace = os.replace
+
+    def replace_bin_only(source, target):
+        if str(target).endswith(".idx"):
+            raise OSError("a crash between the two")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_bin_only)
+    with pytest.raises(OSError, match="a crash"):
+        write_golden(tmp_path / "g")
+    assert [p.name for p in tmp_path.iterdir()] == ["g.bin"]
+
+
 @pytest.mark.parametrize("ids", [[65_536], [-1]])
 def test_ids_that_do_not_fit_the_dtype_are_refused_not_wrapped(tmp_path, ids):
     with pytest.raises(ValueError, match=f"{ids[0]}.*do not fit uint16"), IndexWriter(tmp_path / "g", np.uint16) as w:

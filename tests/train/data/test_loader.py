@@ -203,7 +203,8 @@ def test_a_fork_reads_on_with_a_thread_of_its_own(make_data):
         if pid == 0:
             status = 1
             try:
-                os.write(writing, str(next(data.train).samples.item()).encode())
+                samples = [next(data.train).samples.item() for _ in range(300)]  # more than was read ahead
+                os.write(writing, str(samples == list(range(1, 301))).encode())
                 data.close()
                 status = 0
             finally:
@@ -218,6 +219,6 @@ def test_a_fork_reads_on_with_a_thread_of_its_own(make_data):
             os.kill(pid, 9)
             os.waitpid(pid, 0)
         assert done == (pid, 0)
-        assert os.read(reading, 10) == b"1"
+        assert os.read(reading, 10) == b"True"
         os.close(reading)
         assert next(data.train).samples.tolist() == [1]

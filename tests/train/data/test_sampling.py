@@ -29,6 +29,7 @@ def test_golden_vectors():
     assert wiki == [3, 6, 1, 4, 2, 0, 5, 1, 4, 5, 2, 0, 6, 3, 2, 5, 6, 1, 3, 0, 4]
     source, local = Blend.of([0.7, 0.3], 5).take(np.arange(12))
     assert source.tolist() == [0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
+    assert Blend.of([1, 2, 7], 5).given_before(1) == [102, 205, 717]  # of 102.4, 204.8, 716.8
     assert local.tolist() == [251, 24, 121, 100, 263, 16, 240, 98, 191, 53, 260, 272]
 
 

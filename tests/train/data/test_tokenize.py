@@ -282,6 +282,21 @@ def test_text_that_is_not_utf8_is_replaced_and_counted(tmp_path, capsys):
     assert "3 documents were not UTF-8, bad bytes replaced" in capsys.readouterr().out
 
 
+def test_long_documents_are_encoded_in_slices_to_the_same_tokens(corpus, tmp_path, monkeypatch):
+    long = "".join(some_text(i, 1 + i % 9) + "\n" * (i % 5 == 0) + " " * (i % 4 == 1) for i in range(300))
+    (corpus / "long.txt").write_text(long)
+    assert run(corpus, tmp_path / "whole") == 0
+    monkeypatch.setattr(encode, "_SLICE_CHARACTERS", 600)
+    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 1500)
+    slices = [piece for piece, _ in encode._slices(long)]
+    assert len(slices) > 10
+    assert max(map(len, slices)) <= 600
+    assert "".join(slices) == long
+    assert max(len(piece) for piece, _ in encode._slices("z" * 1500)) == 600
+    assert run(corpus, tmp_path / "sliced") == 0
+    assert outputs(tmp_path / "sliced") == outputs(tmp_path / "whole")
+
+
 def test_a_large_vocabulary_is_stored_as_int32(tmp_path):
     words = {f"w{i}": i for i in range(70_000)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
@@ -378,13 +393,6 @@ def test_progress_is_one_rewritten_line_on_a_terminal_only(corpus, tmp_path, sma
     assert shown.count("\n") == 3  # two lines on training, and the end of the progress line
 
 
-def children(pid: int) -> list[int]:
-    try:
-        return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
 def wait_for(condition, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -409,7 +417,10 @@ def busy(tmp_path):
     workers = [int(p.name.split(".")[1]) for p in tmp_path.glob("out.parts/*.bin.tmp")]
     yield process, workers
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stderr.close()
+    for pid in filter(is_alive, workers):  # only if a test failed
+        os.kill(pid, signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
