@@ -14,10 +14,12 @@ from harness import digest, events, make_context, make_data, metrics, tiny_confi
 from stoker.conf.schema import DataSource, ParamDtype
 from stoker.launcher.run.heartbeat import Control, Segment
 from stoker.launcher.run.layout import RunDir
+from stoker.train.data.dataset import Batch
 from stoker.train.errors import BadInputError, DivergedError, StorageError
 from stoker.train.grid import single
+from stoker.train.linear import WeightGradients
 from stoker.train.loop import Ended, Trainer
-from stoker.train.model import Sums
+from stoker.train.model import Decoder, DropoutKey, Sums
 from stoker.train.pulse import Pulse
 from stoker.train.state.checkpointer import Checkpointer, SaveFailedError
 from torch import nn
@@ -149,22 +151,53 @@ def test_losses_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path, tiny_data: P
     assert {line["tokens"] for line in metrics(tmp_path / "b")} == {8 * 32}
 
 
-def test_clipping_uses_the_exact_mean_gradient(tmp_path: Path, tiny_data: Path) -> None:
-    config = tiny_config(tiny_data, steps=1, optim={"clip_norm": 0.01, "warmup_steps": 0})
-    trainer = Trainer.build(config, single(), make_context(tmp_path))
-    applied: list[float] = []
+def spy_on_updates(trainer: Trainer) -> list[tuple[int, float]]:
+    """(number, norm of the gradient that was applied) of each update, as they come."""
+    seen: list[tuple[int, float]] = []
     take = trainer.optimizer.step
 
     def spy(gradients: dict[str, torch.Tensor], rate: float, update: int, grad_scale: float) -> None:
         squares = sum(float(g.double().square().sum()) for g in gradients.values())
-        applied.append(grad_scale * squares**0.5)
+        seen.append((update, grad_scale * squares**0.5))
         take(gradients, rate, update, grad_scale)
 
     trainer.optimizer.step = spy  # type: ignore[method-assign]
+    return seen
+
+
+def mask_half(batch: Batch) -> Batch:
+    targets = batch.targets.clone()
+    targets[:, ::2] = -100
+    return replace(batch, targets=targets)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.01])
+def test_updates_use_the_mean_over_targets_that_count_and_clip_it(
+    tmp_path: Path, tiny_data: Path, clip_norm: float
+) -> None:
+    config = tiny_config(tiny_data, steps=1, optim={"clip_norm": clip_norm})
+    trainer = Trainer.build(config, single(), make_context(tmp_path))
+    seen: list[Batch] = []
+    trainer.model.register_forward_pre_hook(lambda _, args: (seen.append(mask_half(args[0])), (seen[-1], *args[1:]))[1])
+    plain = Decoder(config.model, trainer.ops, WeightGradients())
+    plain.load_state_dict(trainer.model.state_dict())
+    updates = spy_on_updates(trainer)
     trainer.run()
     trainer.close()
-    assert applied == [pytest.approx(0.01, rel=1e-5)]
-    assert metrics(tmp_path)[0]["grad_norm"] > 0.1  # as it was before
+    sum(plain(batch).objective / (4 * 32) for batch in seen).backward()  # 8 rows, of which half the targets count
+    norm = float(torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None]).norm())
+    assert metrics(tmp_path)[0]["tokens"] == 4 * 32
+    assert metrics(tmp_path)[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert updates == [(1, pytest.approx(clip_norm or norm, rel=1e-4))]
+
+
+def test_every_step_drops_other_features(tmp_path: Path, tiny_data: Path) -> None:
+    trainer = Trainer.build(tiny_config(tiny_data, steps=3, model={"dropout": 0.1}), single(), make_context(tmp_path))
+    keys: list[Any] = []
+    trainer.model.register_forward_pre_hook(lambda _, args: keys.append(args[2]))
+    trainer.run()
+    trainer.close()
+    assert keys == [DropoutKey(7, 0)] * 2 + [DropoutKey(7, 1)] * 2 + [DropoutKey(7, 2)] * 2
 
 
 def test_validation_is_the_mean_over_held_out_tokens(tmp_path: Path, tiny_data: Path) -> None:
@@ -207,6 +240,7 @@ def test_a_bad_step_changes_no_weight_and_is_never_saved(
 ) -> None:
     config = tiny_config(tiny_data, steps=6, checkpoint={"interval": 3})
     trainer = Trainer.build(config, single(), make_context(tmp_path))
+    updates = spy_on_updates(trainer)
     poisoned(trainer, {3})
     for _ in range(2):
         trainer.step()
@@ -224,7 +258,7 @@ def test_a_bad_step_changes_no_weight_and_is_never_saved(
     assert trainer.run() == Ended(finished=True, step=6, saved_step=6)
     trainer.close()
     assert digest(trainer) != before
-    assert trainer.progress.updates == 5
+    assert [number for number, _ in updates] == [1, 2, 3, 4, 5]  # what the bias correction goes by
     assert trainer.progress.bad_steps == 0
 
 
