@@ -154,7 +154,7 @@ class Checkpointer:
             # Who is frozen here and goes on after a later attempt began publishes under its own number, or finds the
             # directory gone.
             failpoint("checkpoint.publish", step=name.step, attempt=name.attempt)
-            publish(directory, target, is_known_bad=name in self._restorer.rejected)
+            publish(directory, target)
             fsync_dir(self._folder)
         finally:
             # Also on an error: a later attempt clears our directory away, and that is no fault of the storage.

@@ -56,7 +56,7 @@ def sweep(checkpoints: Path, attempt: int) -> None:
                     remove(path)
 
 
-def publish(finished: Path, target: Path, is_known_bad: bool) -> bool:
+def publish(finished: Path, target: Path) -> bool:
     """Give a finished checkpoint its name. Returns False if a good one has that name already: then that one stays.
 
     Raises:
@@ -68,7 +68,7 @@ def publish(finished: Path, target: Path, is_known_bad: bool) -> bool:
     except OSError as e:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-    if not is_known_bad and _is_whole(target):
+    if _is_whole(target):
         remove(finished)
         return False
     remove(target)

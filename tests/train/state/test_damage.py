@@ -159,6 +159,16 @@ def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(crew: Crew, sa
     assert {p.name for p in saved.checkpoints.iterdir()} == {str(OLD), str(NEW)}
 
 
+def test_what_this_process_saved_and_then_found_damaged_is_saved_again(run: RunDir) -> None:
+    checkpointer = make_job(run, 1).checkpointer()
+    for step, seed in ((10, 1), (20, 2)):
+        checkpointer.save(step, make_entries(seed), {})
+    flip(run.checkpoint(NEW) / SHARD, -1)
+    assert checkpointer.restore(make_entries(0)).name == OLD
+    checkpointer.save(20, make_entries(2), {})
+    verify(run.checkpoint(NEW))
+
+
 @pytest.mark.parametrize(("is_damaged", "generation"), [(False, 1), (True, 2)])
 def test_what_is_found_under_the_name_stays_only_if_it_verifies(
     saved: RunDir, is_damaged: bool, generation: int

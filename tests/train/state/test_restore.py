@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from state_ranks import Crew, Job, blank, digests, make_entries, make_job
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, describe, read_manifest, verify
 from stoker.train.box import Box
 from stoker.train.state.entry import Entry
-from stoker.train.state.source import FileSource
+from stoker.train.state.restorer import NoValidCheckpointError
+from stoker.train.state.source import FileSource, VerifiedReader
 
 WANTED = digests(make_entries(1))
 
@@ -109,12 +111,12 @@ def test_any_box_loads_from_any_boxes(run: RunDir) -> None:
 
 def _join_lines(directory: Path, name: str) -> None:
     """Make one tensor of all lines of the index."""
-    from dataclasses import replace
-
-    from stoker.launcher.run.manifest import INDEX, OFFSETS, describe, read_manifest
-
     lines = [json.loads(line) for line in (directory / INDEX).read_bytes().splitlines()]
-    line = lines[0] | {"name": name, "slices": [s for one in lines for s in one["slices"]]}
+    _rewrite_index(directory, lines[0] | {"name": name, "slices": [s for one in lines for s in one["slices"]]})
+
+
+def _rewrite_index(directory: Path, line: dict[str, Any]) -> None:
+    """Give a checkpoint an index of this one line, with all digests right."""
     content = {INDEX: json.dumps(line, separators=(",", ":")).encode() + b"\n", OFFSETS: struct.pack("<Q", 0)}
     manifest = read_manifest(directory)
     files = [f for f in manifest.files if f.name not in content]
@@ -122,6 +124,38 @@ def _join_lines(directory: Path, name: str) -> None:
         (directory / file).write_bytes(data)
         files.append(describe(file, data))
     replace(manifest, files=tuple(files)).write(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"slices": []}, "0 elements"),
+        ({"slices": [{"file": "other", "start": [0], "shape": [4], "at": 0}]}, "other: the manifest does not name it"),
+        ({"slices": [{"file": "shard-00000.safetensors", "start": [0], "shape": [4], "at": 10**6}]}, "reaches beyond"),
+        ({"slices": [{"file": "index.jsonl", "start": [0], "shape": [4], "at": 0}]}, "has no block checksums"),
+        ({"slices": [{"file": "shard-00000.safetensors"}]}, "line 1"),
+    ],
+)
+def test_an_index_that_makes_no_sense_is_a_damaged_checkpoint(run: RunDir, change: dict[str, Any], said: str) -> None:
+    job = make_job(run, 1)
+    job.checkpointer().save(1, [Entry.whole("w", torch.ones(4))], {})
+    _rewrite_index(
+        run.checkpoint(CheckpointName(1, 1)), {"name": "w", "dtype": "F32", "shape": [4], "slices": []} | change
+    )
+    with pytest.raises(NoValidCheckpointError, match=said):
+        job.checkpointer().restore([Entry.whole("w", torch.ones(4))])
+
+
+def test_a_rank_checks_the_small_files_that_it_reads_itself(run: RunDir) -> None:
+    make_job(run, 1).checkpointer().save(1, [Entry.whole("w", torch.ones(4))], {})
+    directory = run.checkpoint(CheckpointName(1, 1))
+    manifest = read_manifest(directory)
+    reader = VerifiedReader(FileSource(directory), manifest)
+    reader.small("shard-00000.crc32")
+    # The first rank found everything right; what another node's file system shows may be older.
+    (directory / "shard-00000.crc32").write_bytes(b"\0\0\0\0")
+    with pytest.raises(InvalidCheckpointError, match="does not match its checksum in the manifest"):
+        reader.small("shard-00000.crc32")
 
 
 def test_only_the_blocks_that_a_box_touches_are_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,3 +265,17 @@ def test_state_must_be_json(run: RunDir) -> None:
     with pytest.raises(ValueError, match="Out of range"):
         make_job(run, 1).checkpointer().save(5, make_entries(1), {"loss": float("nan")})
     assert not run.checkpoints.exists()
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_device_are_saved_and_restored_without_growing_its_memory(run: RunDir) -> None:
+    device = torch.device("cuda")
+    entries = [Entry.whole(e.name, e.tensor.to(device)) for e in make_entries(1)]
+    other = [Entry.whole(e.name, torch.zeros_like(e.tensor)) for e in entries]
+    before = torch.cuda.memory_allocated()
+    job = make_job(run, 1)
+    job.checkpointer().save(1, entries, {})
+    assert job.checkpointer().restore(other) is not None
+    assert torch.cuda.memory_allocated() == before
+    for a, b in zip(entries, other, strict=True):
+        assert torch.equal(a.tensor, b.tensor)

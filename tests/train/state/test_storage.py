@@ -110,7 +110,7 @@ def save_with_a_fault(job: Job, step: int, fault: str, rank: int) -> str:
         elif fault == "index":
             checkpointer_module.merge_parts = lambda directory, parts: fail(errno.EDQUOT, directory / "index.jsonl")
         elif fault == "rename":
-            checkpointer_module.publish = lambda source, target, is_known_bad: fail(errno.EIO, target)
+            checkpointer_module.publish = lambda source, target: fail(errno.EIO, target)
     return save(job, step)
 
 
