@@ -69,7 +69,7 @@ class Agents:
                     for message in messages:
                         yield from self._message(agent, message)
                 except (Closed, KeyError, TypeError, ValueError) as e:
-                    yield from self._lost(agent, f"connection lost ({e})")
+                    yield from self._lost(agent, f"connection lost ({e})", is_closed=isinstance(e, Closed))
         yield from self._keep_leases()
 
     def _accept(self) -> None:
@@ -98,10 +98,10 @@ class Agents:
                 if agent.node is not None:
                     yield from self._send(agent, {"kind": "ping"})
 
-    def _lost(self, agent: _Agent, reason: str) -> Iterator[p.Event]:
+    def _lost(self, agent: _Agent, reason: str, is_closed: bool = False) -> Iterator[p.Event]:
         self._drop(agent)
         if agent.node is not None:
-            yield p.AgentLost(agent.node, reason)
+            yield p.AgentLost(agent.node, reason, is_closed)
 
     def _drop(self, agent: _Agent) -> None:
         if agent in self._agents:

@@ -168,8 +168,7 @@ def _tick(state: State) -> Decision:
         there = sorted(n for n, a in state.agents.items() if a.is_ready)
         reason = f"only {len(there)} of {s.nodes} nodes were ready after {s.gather_timeout:.0f} s ({', '.join(there)})"
         return end(state, requeue_or_fail(state, Cause.LAUNCH_FAILED, reason), ask=True)
-    if state.stage is Stage.AWAITING_SLURM and waited > s.verdict_timeout:
-        assert state.trouble is not None
+    if state.stage is Stage.AWAITING_SLURM and state.trouble and waited > state.trouble.patience:
         return end(state, requeue_or_fail(state, state.trouble.cause, state.trouble.reason), ask=True)
     if state.stage is Stage.CLEARING and waited > 60.0:
         # SIGKILL does not end a process in uninterruptible sleep (hung storage): the node is of no use.

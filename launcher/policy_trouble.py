@@ -77,7 +77,9 @@ def agent_lost(state: State, e: AgentLost) -> Decision:
         state, actions = all_ended(replace(state, ranks=ranks))
         return state, (note, *actions)
     # Nothing can go on without the node. Slurm's word on it comes by signal; only then is it clear what happens next.
-    trouble = Trouble(Cause.NODE_FAILURE, f"node {e.node} is lost: {e.reason}", state.now, None, e.node, None, True)
+    patience = state.settings.closed_timeout if e.is_closed else state.settings.verdict_timeout
+    reason = f"{'the agent on' if e.is_closed else 'node'} {e.node} is lost: {e.reason}"
+    trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, None, e.node, None, True, patience)
     state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=trouble)
     return state, (note, KillWorkers(state.generation))
 
@@ -92,7 +94,8 @@ def launch_ended(state: State, e: LaunchEnded) -> Decision:
         outcome = requeue_or_fail(state, Cause.LAUNCH_FAILED, reason)
         state, actions = end(state, outcome, ask=True)
         return state, (note, *actions)
-    trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, is_certain=True)
+    patience = state.settings.verdict_timeout
+    trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, is_certain=True, patience=patience)
     state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=state.trouble or trouble)
     return state, (note, AskSlurm("launch"))
 

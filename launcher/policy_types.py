@@ -26,7 +26,8 @@ class Settings:
     save_timeout: float = 1800.0
     eval_timeout: float = 1800.0
     gather_timeout: float = 300.0  # agents must have joined and loaded by then
-    verdict_timeout: float = 300.0  # how long a lost node may wait for Slurm's word
+    verdict_timeout: float = 300.0  # how long a silent node may wait for Slurm's word (SlurmdTimeout is 300 by default)
+    closed_timeout: float = 20.0  # the same for an agent that died on a node that lives
     max_restarts: int = 3
     progress_steps: int = 10
 
@@ -87,6 +88,7 @@ class Trouble:
     node: str | None = None
     traceback: str | None = None
     is_certain: bool = False
+    patience: float = 0.0  # AWAITING_SLURM: how long
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class StoreUp:
 class AgentLost:
     node: str
     reason: str
+    is_closed: bool = False  # its kernel closed the connection: the process is gone, the node is not
 
 
 @dataclass(frozen=True)

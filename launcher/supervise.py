@@ -96,6 +96,7 @@ def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
         eval_timeout=r["eval_timeout"],
         # Without Slurm nobody else has a word on a lost node.
         verdict_timeout=0.0 if is_local else 300.0,
+        closed_timeout=0.0 if is_local else 20.0,
         max_restarts=r["max_restarts"],
         progress_steps=r["progress_steps"],
     )

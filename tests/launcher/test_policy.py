@@ -285,6 +285,15 @@ def test_a_lost_node_of_which_slurm_never_says_anything_is_requeued_by_us() -> N
     assert (finish.outcome.cause, finish.ask) == (Cause.NODE_FAILURE, True)
 
 
+def test_an_agent_that_died_alone_is_not_waited_for_as_long_as_a_silent_node() -> None:
+    s = Scene().running(step=7)
+    s.feed(p.AgentLost("n2", "end of stream", is_closed=True))
+    assert s.feed(p.Tick(), at=19.0) == []
+    finish = s.finish(s.feed(p.Tick(), at=21.0))
+    assert (finish.outcome.next, finish.outcome.node, finish.ask) == (Next.REQUEUE, None, True)
+    assert finish.outcome.reason == "the agent on n2 is lost: end of stream"
+
+
 def lose_all(s: Scene, code: int = 137) -> list[p.Action]:
     return s.feed(p.AgentLost("n1", "end of stream"), p.AgentLost("n2", "end of stream"), p.LaunchEnded(code))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from stoker.launcher.rehearsal.trial import Trial, wait_for
+from stoker.launcher.run import views
 from stoker.launcher.run.outcome import Cause
 
 pytestmark = pytest.mark.slurm
@@ -120,11 +121,18 @@ def test_code_and_config_edited_while_the_job_waits_change_nothing(lab: Any, tmp
     lab.cluster.run(["git", "init", "-q"], cwd=project)
     plugin = project / "my_plugin.py"
     plugin.write_text("print('plugin as submitted', flush=True)\n")
-    run = lab.launch("pending", "plugins=[my_plugin]", "+cluster.sbatch.hold=''", cwd=project)
+    own = tmp_path / "own" / "experiment"
+    own.mkdir(parents=True)
+    settings = own / "mine.yaml"
+    settings.write_text("# @package _global_\noptim:\n  lr: 1.0e-3\n")
+    configured = ["--config-dir", str(own.parent), "experiment=mine"]
+    run = lab.launch("pending", *configured, "plugins=[my_plugin]", "cluster.sbatch.hold=''", cwd=project)
     plugin.write_text("raise SystemExit('plugin edited while the job was waiting')\n")
+    settings.write_text("# @package _global_\noptim:\n  lr: 9.0e-3\n")
     lab.cluster.run(["scontrol", "release", run.job_id])
     assert run.wait_end().cause is Cause.FINISHED, run.story()
     assert any("plugin as submitted" in log.read_text() for log in run.dir.path.glob("attempts/*/logs/*.log"))
+    assert max(m["lr"] for m in views.metrics(run.dir)) == pytest.approx(1.0e-3)
 
 
 def test_a_writer_frozen_before_its_rename_harms_nothing(lab: Any, same: Callable[..., None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,17 @@ def test_a_killed_worker_is_replaced_in_place(lab: Any, same: Same) -> None:
     assert len(run.outcomes()) == 1
     assert [f["generation"] for f in run.events("form")] == [1, 2]
     assert run.events("trouble")[0]["rank"] == 1
+    same(run)
+
+
+def test_an_agent_that_dies_alone_has_the_run_requeued(lab: Any, same: Same) -> None:
+    run = lab.launch("agent")
+    run.wait_step(12)
+    node = run.nodes()[1]
+    (agent,) = [p for p in lab.cluster.processes_on(node) if "stoker.launcher.agent" in p.command()]
+    os.kill(agent.pid, signal.SIGKILL)
+    assert_finished(run)
+    assert first_causes(run) == ["node_failure"]
     same(run)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -124,15 +123,8 @@ def undisturbed(shared: Path, text_data: Path) -> tuple[dict[int, float], dict[s
     with once(directory) as is_first:
         if is_first:
             arguments = [*BASE, f"data.sources=[{{prefix: {text_data}}}]", "name=calm", f"run_root={directory}"]
-            command = [
-                sys.executable,
-                "-m",
-                "stoker.launcher.cli",
-                "run",
-                *arguments,
-                "cluster=local",
-                "cluster.nodes=2",
-            ]
+            command = [sys.executable, "-m", "stoker.launcher.cli", "run", *arguments]
+            command += ["cluster=local", "cluster.nodes=2"]
             subprocess.run(command, check=True, timeout=300, stdin=subprocess.DEVNULL)
     (path,) = directory.glob("calm-*")
     run = Trial(path)
@@ -142,27 +134,26 @@ def undisturbed(shared: Path, text_data: Path) -> tuple[dict[int, float], dict[s
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Iterator[Cluster]:
-    """Isolated nodes, one set per test process."""
-    directory = Path("/tmp") / f"stk-rec-{os.getpid()}"
-    spec = ClusterSpec(nodes=6, isolate=True, database=False, share=(str(shared.parent),))
-    try:
-        with Cluster.start(spec, directory) as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+def isolated_spec(shared: Path) -> ClusterSpec:
+    return ClusterSpec(nodes=6, isolate=True, share=(str(shared.parent),))
 
 
 @pytest.fixture
-def lab(cluster: Cluster, text_data: Path, tmp_path: Path) -> Iterator[Lab]:
-    yield Lab(cluster, text_data, tmp_path)
+def lab_on(text_data: Path, tmp_path: Path) -> Callable[[Cluster], Lab]:
+    """A laboratory on any cluster."""
+    return lambda cluster: Lab(cluster, text_data, tmp_path)
+
+
+@pytest.fixture
+def lab(isolated_cluster: Cluster, lab_on: Callable[[Cluster], Lab]) -> Iterator[Lab]:
+    yield lab_on(isolated_cluster)
     # Whatever a failed test has left must not take nodes away from the next.
-    ids = cluster.run(["squeue", "-h", "-o", "%A"], check=False).stdout.split()
+    ids = isolated_cluster.run(["squeue", "-h", "-o", "%A"], check=False).stdout.split()
     if ids:
-        cluster.run(["scancel", *ids], check=False)
-    for node, state in cluster.node_states().items():
+        isolated_cluster.run(["scancel", *ids], check=False)
+    for node, state in isolated_cluster.node_states().items():
         if "down" in state or "drain" in state:
-            cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
+            isolated_cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)
 
 
 @pytest.fixture
