@@ -77,6 +77,10 @@ def build_data(
     those of the checkpoint that is resumed. Raises ValueError or FileNotFoundError with the field or file, what was
     found and what was expected.
     """
+    if sequence_length < 1 or validation_tokens < 0:
+        raise ValueError(
+            f"data.seq_len = {sequence_length}, data.validation_tokens = {validation_tokens}: expected >= 1 and >= 0"
+        )
     specs = _named(sources)
     share = Share(global_batch, micro_batch, dp_rank, dp_size)
     _check_metas([spec.prefix for spec in specs], vocab_size, tokenizer)

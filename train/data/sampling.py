@@ -167,8 +167,8 @@ class Blend:
     """The endless mixture of several data sets in given proportions.
 
     Samples come in blocks of B. Before block k, set j has given floor(w_j k B) samples, plus one for those with the
-    largest remainders so that the sum is exactly k B; within a block a keyed permutation mixes them. At a block's end
-    a data set has given its own samples 0 to c - 1, each once: none is repeated and none is left out.
+    largest remainders so that the sum is exactly k B; within a block a keyed permutation mixes them. Each gives its own
+    samples in their order 0, 1, 2, ..., so that at any point none is repeated and none is left out.
     """
 
     units: tuple[int, ...]  # weights in units of 2^-30, summing to 2^30
@@ -207,12 +207,22 @@ class Blend:
         source, local = np.empty_like(within), np.empty_like(within)
         for k in np.unique(blocks).tolist():
             chosen = blocks == k
-            before, after = np.array(self.given_before(k)), np.array(self.given_before(k + 1))
-            ends = np.cumsum(after - before)
-            place = Permutation(self.block, derive_keys("blend", self.seed, k)).take(within[chosen])
-            source[chosen] = j = np.searchsorted(ends, place, side="right")
-            local[chosen] = before[j] + place - (ends - (after - before))[j]
+            sources, locals_ = _blend_block(self, k)
+            source[chosen], local[chosen] = sources[within[chosen]], locals_[within[chosen]]
         return source, local
+
+
+@functools.lru_cache(maxsize=2)
+def _blend_block(blend: Blend, k: int) -> tuple[Int64s, Int64s]:
+    """Data set and its sample number for all samples of block k, each int64 [block]: 1,024, with tiny weights 2^20."""
+    before, after = np.array(blend.given_before(k)), np.array(blend.given_before(k + 1))
+    place = Permutation(blend.block, derive_keys("blend", blend.seed, k)).take(np.arange(blend.block))
+    source = np.searchsorted(np.cumsum(after - before), place, side="right")
+    local = np.empty_like(source)
+    for j, first in enumerate(before.tolist()):
+        own = np.flatnonzero(source == j)
+        local[own] = first + np.arange(len(own))
+    return source, local
 
 
 def _largest_remainder(floors: Sequence[int], remainders: Sequence[float], total: int) -> list[int]:

@@ -170,6 +170,8 @@ def test_a_token_outside_the_vocabulary_is_named(make_data):
         ({"validation_tokens": 1000}, "leave 0 for training"),
         ({"validation_tokens": 149}, None),
         ({"validation_tokens": 5, "sequence_length": 200}, "leave 150 for validation, a sample takes 201"),
+        ({"validation_tokens": -1}, r"data\.validation_tokens = -1"),
+        ({"sequence_length": 0}, r"data\.seq_len = 0"),
         ({"shuffle_block": 0}, r"data\.shuffle_block = 0"),
         ({"prefetch": 0}, r"data\.prefetch = 0"),
         ({"consumed_samples": -1}, "consumed samples -1"),
@@ -302,3 +304,12 @@ def test_a_changed_mixture_is_refused_on_resume(make_data):
         build_data([DataSpec(a, 3.0), DataSpec(b)], **PLAIN, stored_fingerprints=stored)
     with pytest.raises(ValueError, match=r"data\.sources were \['a', 'b'\], are \['a'\]"):
         build_data([DataSpec(a)], **PLAIN, stored_fingerprints=stored)
+
+
+def test_runs_of_neighbours_stay_together_in_a_mixture(make_data):
+    specs = [DataSpec(str(make_data(name, [8001]))) for name in ("a", "b")]
+    with build_data(specs, **{**PLAIN, "global_batch": 128, "micro_batch": 128}, shuffle_block=16) as data:
+        batch = next(data.train)
+    windows = batch.tokens[:, 0] // 8
+    assert len(windows.unique()) >= 100
+    assert len((windows // 16).unique()) <= 12  # 64 samples of each, in runs of 16

@@ -30,7 +30,7 @@ def test_golden_vectors():
     source, local = Blend.of([0.7, 0.3], 5).take(np.arange(12))
     assert source.tolist() == [0, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
     assert Blend.of([1, 2, 7], 5).given_before(1) == [102, 205, 717]  # of 102.4, 204.8, 716.8
-    assert local.tolist() == [251, 24, 121, 100, 263, 16, 240, 98, 191, 53, 260, 272]
+    assert local.tolist() == [0, 0, 1, 2, 1, 2, 3, 4, 5, 3, 4, 5]
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 1 << 64))
@@ -101,7 +101,7 @@ def test_a_blend_repeats_and_drops_nothing(weights, seed, block):
     before, after = blend.given_before(block), blend.given_before(block + 1)
     source, local = blend.take(np.arange(block * blend.block, (block + 1) * blend.block))
     for j, (first, stop) in enumerate(zip(before, after, strict=True)):
-        assert sorted(local[source == j].tolist()) == list(range(first, stop))
+        assert local[source == j].tolist() == list(range(first, stop))
     assert sum(before) == block * blend.block
 
 
