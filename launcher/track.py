@@ -29,6 +29,7 @@ from .run.files import read_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED, Outcome
 from .run.submissions import submissions
+from .run.views import last_outcome
 from .track_feed import Feed, Row, final_outcome
 from .track_log import cut_torn_end, log_files, recorded_step, wait_for_writers, wait_until_unchanged
 from .track_notes import Notes
@@ -135,17 +136,26 @@ class Tracker:
     def _work(self, session: Session) -> int:
         feed = Feed(self.run, session.sent)
         while True:
-            outcome = final_outcome(self.run)  # before the metrics: they are complete then
+            # In this order: the last look sees everything that was there when it was decided on.
+            is_last = self.is_once or self._shall_end()
+            outcome = final_outcome(self.run)
             for row in feed.take(outcome is not None):
                 session.send(row)
                 if self._is_late():
                     break
             session.follow_config()
-            if outcome is not None or self.is_once or self.signals.since_stop() is not None:
+            if outcome is not None or is_last:
                 break
             self.signals.wait(self.interval)
         with ends_within(self.patience + _MARGIN):
             return session.end(feed, outcome)
+
+    def _shall_end(self) -> bool:
+        """Slurm tells everybody at once: the supervisor's last word and the last steps may be still to come."""
+        if self.signals.since_stop() is None:
+            return False
+        newest = last_outcome(self.run)
+        return not self.is_background or self._is_late() or newest is None or newest[1] is not None
 
     def _is_late(self) -> bool:
         """Whether half the patience has gone since the end was asked for: the upload needs the other half."""

@@ -20,6 +20,8 @@ from .errors import environment_error
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED
 
+_MOMENT = 0.2  # seconds
+
 # What of the user's W&B environment counts: who they are and how to reach the server. Everything else (a run id, a
 # mode, directories, the address of another process's service) would bend what is sent, or where wandb writes.
 _KEPT = {
@@ -69,9 +71,11 @@ class Signals:
         return None if self._stop_asked is None else time.monotonic() - self._stop_asked
 
     def wait(self, seconds: float) -> None:
-        """Until a signal comes, at most so long."""
+        """Until a signal comes, at most so long; after it, a moment."""
         if self._stop_asked is None:
             select.select([self._read_end], [], [], seconds)
+        else:
+            time.sleep(min(seconds, _MOMENT))
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ def start_tracker(run: RunDir, config: dict[str, Any], patience: float = PATIENC
 def stop_tracker(process: subprocess.Popen[bytes] | None, patience: float = PATIENCE) -> bool:
     """Let the tracker send what there is, and wait for its end; False if it had to be killed.
 
-    Takes at most `patience` seconds. What a killed tracker had not sent is sent by the next one.
+    To be called when the attempt's outcome is written: the tracker waits for it, half its patience at most. Takes at
+    most `patience` seconds. What a killed tracker had not sent is sent by the next one.
     """
     if process is None:
         return True

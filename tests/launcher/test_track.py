@@ -20,7 +20,7 @@ from made_run import WANDB_ID, add_steps, add_text, end_attempt, finish, line, m
 from stoker.launcher.run.effective import effective_config
 from stoker.launcher.run.files import read_lines
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.outcome import Cause
+from stoker.launcher.run.outcome import Cause, Next
 from stoker.launcher.track import step_of
 from stoker.launcher.track_log import log_files, recorded_step, records, writers
 from stoker.launcher.track_process import only_tracker
@@ -120,9 +120,13 @@ def test_each_step_is_recorded_once_over_a_killed_tracker_a_rewind_a_torn_line_a
 
     second = start_attempt(run, 41, 50)
     add_text(second, line(51)[:40])
-    tracker = start_tracker(run, effective_config(run))
-    wait_for(lambda: recorded(run) >= 50, "the steps of the second attempt")
-    assert stop_tracker(tracker, 60.0)
+    stopped = tracking(run)
+    lock = run.report / "track.lock"
+    wait_for(
+        lambda: f"process {stopped.pid} " in lock.read_text() and recorded(run) >= 50, "the second attempt's steps"
+    )
+    stopped.terminate()
+    assert stopped.wait(60) == 0
     assert recorded(run) in (50, 60)
 
     add_text(second, line(51)[40:])
@@ -155,14 +159,33 @@ def test_each_step_is_recorded_once_over_a_killed_tracker_a_rewind_a_torn_line_a
 @pytest.mark.usefixtures("environment")
 def test_a_stopped_tracker_sends_what_there_is_and_marks_the_run_as_preempted(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    start_attempt(run, 1, 5)
+    attempt = start_attempt(run, 1, 5)
     tracker = start_tracker(run, effective_config(run))
     wait_for(lambda: (run.report / "track.jsonl").exists(), "the first session")
+    end_attempt(attempt, Cause.TIME_LIMIT)
     assert stop_tracker(tracker, 60.0)
     assert steps(run) == [1, 2, 3, 4, 5]
     (session,) = sessions(run)
     assert [of_kind(session, "exit")[0].exit_code, len(of_kind(session, "preempting"))] == [1, 1]
     assert "steps up to 5 recorded" in (run.job_logs / "track.log").read_text()
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_tracker_signalled_together_with_the_supervisor_waits_for_its_last_word(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    attempt = start_attempt(run, 1, 5)
+    tracker = start_tracker(run, effective_config(run), patience=120.0)
+    assert tracker is not None
+    wait_for(lambda: (run.report / "track.jsonl").exists(), "the first session")
+    tracker.terminate()
+    time.sleep(0.5)
+    assert tracker.poll() is None
+    add_steps(attempt, 6, 7)
+    end_attempt(attempt, Cause.CANCELLED, Next.NOTHING, 143)
+    assert tracker.wait(60) == 0
+    assert steps(run) == [1, 2, 3, 4, 5, 6, 7]
+    (session,) = sessions(run)
+    assert [of_kind(session, "exit")[0].exit_code, len(of_kind(session, "preempting"))] == [143, 0]
 
 
 @pytest.mark.usefixtures("environment")
