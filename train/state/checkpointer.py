@@ -14,7 +14,7 @@ from typing import Any
 
 from ...launcher.run.attempts import SupersededError
 from ...launcher.run.failpoints import failpoint
-from ...launcher.run.files import fsync_dir, to_json
+from ...launcher.run.files import fsync_dir, naming, to_json
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import FileEntry, Manifest, check_sizes
 from ..context import RunContext
@@ -25,7 +25,7 @@ from .folder import is_plausible, publish, remove, superfluous, sweep, unfinishe
 from .index import merge_parts, part, part_name
 from .restorer import Restored, Restorer
 from .segment import Segments
-from .writer import write_file, write_shard
+from .writer import write_shard
 
 
 class SaveFailedError(Exception):
@@ -124,7 +124,8 @@ class Checkpointer:
             lambda: failpoint("checkpoint.write", rank=rank, step=name.step, attempt=name.attempt),
         )
         lines = part(shard.name, segment.placed)
-        write_file(directory / part_name(rank), lines)
+        with naming(directory / part_name(rank)):
+            (directory / part_name(rank)).write_bytes(lines)  # not synced: merged, checked and deleted by rank 0
         fsync_dir(directory)
         seconds = round(time.monotonic() - began, 3)
         return {"shard": asdict(shard), "sidecar": asdict(sidecar), "part": zlib.crc32(lines), "seconds": seconds}

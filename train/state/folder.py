@@ -56,24 +56,22 @@ def sweep(checkpoints: Path, attempt: int) -> None:
                     remove(path)
 
 
-def publish(finished: Path, target: Path) -> bool:
-    """Give a finished checkpoint its name. Returns False if a good one has that name already: then that one stays.
+def publish(finished: Path, target: Path) -> None:
+    """Give a finished checkpoint its name. If a good one has that name already, that one stays and this one goes.
 
     Raises:
         OSError: could not be renamed.
     """
     try:
         os.rename(finished, target)
-        return True
     except OSError as e:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-    if _is_whole(target):
-        remove(finished)
-        return False
-    remove(target)
-    os.rename(finished, target)
-    return True
+        if _is_whole(target):
+            remove(finished)
+        else:
+            remove(target)
+            os.rename(finished, target)
 
 
 def _is_whole(directory: Path) -> bool:
