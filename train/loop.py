@@ -158,8 +158,14 @@ class Trainer:
             self.reducer.finish()
             self.grid.data.all_reduce(totals)
         with self.clock.measure("optimizer"):
+            numbers = torch.cat([totals, self.ops.l2norm([self.reducer.flat]).double().reshape(1)])
+        # The one place in a step that waits for the device: whether to update is decided by these numbers. What a GPU
+        # is still busy with then is the backward pass.
+        with self.clock.measure("forward_backward"):
+            loss, tokens, grad_norm = numbers.tolist()
+        step_totals = Totals(loss, int(tokens), grad_norm)
+        with self.clock.measure("optimizer"):
             rate = self.schedule.rate(self.progress.step + 1)
-            step_totals = self._read(totals)
             self._commit(step_totals, rate)
         self._after_step(step_totals, rate, time.perf_counter() - began)
 
@@ -189,12 +195,6 @@ class Trainer:
             return next(self.data.train).to(self.grid.device)
         except ValueError as e:
             raise BadInputError(str(e)) from e
-
-    def _read(self, totals: torch.Tensor) -> Totals:
-        """The one place in a step that waits for the device: whether to update is decided by these numbers."""
-        norm = self.ops.l2norm([self.reducer.flat])
-        loss, tokens, grad_norm = torch.cat([totals, norm.double().reshape(1)]).tolist()
-        return Totals(loss, int(tokens), grad_norm)
 
     def _commit(self, totals: Totals, rate: float) -> None:
         """Change the persistent state. No collective may follow in this step."""
