@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -124,8 +125,9 @@ def test_stoker_cloned_into_a_project_is_not_doubled(project: Path, monkeypatch:
     assert "code/stoker/launcher/x.py" in snapshot.files
 
 
-def test_same_files_give_the_same_bytes(project: Path, tmp_path: Path) -> None:
+def test_same_files_give_the_same_bytes(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = code.pack(code.collect(project), tmp_path / "1.tar.gz")
+    monkeypatch.setattr(time, "time", lambda: 5e9)
     copy = tmp_path / "elsewhere" / "copy"
     shutil.copytree(project, copy, symlinks=True)
     for path in copy.rglob("*.py"):
