@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +24,7 @@ from stoker.launcher.rehearsal.demo_summary import problems, screen
 from stoker.launcher.rehearsal.ground import Ground
 from stoker.launcher.rehearsal.narrate import Narrator, Terminal
 from stoker.launcher.run.attempts import claim
-from stoker.launcher.run.events import EventLog
-from stoker.launcher.run.files import create_json
+from stoker.launcher.run.files import append_line, create_json, to_json
 from stoker.launcher.run.layout import RunDir, open_run
 from stoker.launcher.run.outcome import Cause
 from stoker.launcher.run.submissions import submissions
@@ -34,29 +35,32 @@ class Made:
 
     def __init__(self, root: Path) -> None:
         self.run = make_run(root)
-        self.events = ""
 
     def attempt(self, first: int, last: int, nodes: list[str], base: float) -> None:
         attempt = claim(self.run)
         number = attempt.number
         create_json(attempt.start, {"submission": 1, "time": base, "nodes": ",".join(nodes), "job_id": "7"})
-        log = EventLog(attempt.events("supervisor"), "supervisor", number)
-        log.write("attempt_started", nodes=",".join(nodes), job_id="7")
-        log.write("form", generation=1, nodes=nodes)
-        rank_0 = EventLog(attempt.events(nodes[0]), nodes[0], number)
+        clock = count(int(base))
+
+        def tell(writer: str, event: str, **fields: Any) -> None:
+            record = {"time": float(next(clock)), "writer": writer, "attempt": number, "event": event}
+            append_line(attempt.events(writer), to_json(record | fields))
+
+        tell("supervisor", "attempt_started", nodes=",".join(nodes), job_id="7")
+        tell("supervisor", "form", generation=1, nodes=nodes)
         if first > 1:
-            rank_0.write("restored", rank=0, step=first - 1)
-        rank_0.write("first_step", rank=0, step=first)
+            tell(nodes[0], "restored", rank=0, step=first - 1)
+        tell(nodes[0], "first_step", rank=0, step=first)
         for step in range(first, last + 1):
             validation = {"eval_loss": 9.0 / step} if step % 5 == 0 else {}
             add_text(attempt, line(step, loss=8.0 / step, time=base + step, **validation))
         if last == 20:
-            log.write("attempt_ended", cause="finished", next="nothing", reason="all 20 steps are done")
+            tell("supervisor", "attempt_ended", cause="finished", next="nothing", reason="all 20 steps are done")
             finish(attempt)
         else:
-            rank_0.write("checkpoint_saved", rank=0, step=5, bytes=12_600_000)
-            log.write("agent_lost", node="n2", reason="no word for 8 s")
-            log.write("attempt_ended", cause="node_failure", next="requeue", reason="node n2 is lost")
+            tell(nodes[0], "checkpoint_saved", rank=0, step=5, bytes=12_600_000)
+            tell("supervisor", "agent_lost", node="n2", reason="no word for 8 s")
+            tell("supervisor", "attempt_ended", cause="node_failure", next="requeue", reason="node n2 is lost")
             end_attempt(attempt, Cause.NODE_FAILURE, time=125.0)
 
 
@@ -122,7 +126,7 @@ def test_each_event_is_told_once_in_a_plain_line(made: Made, capsys: pytest.Capt
     narrator.broken_at, narrator.reached = 107.0, 7
     narrator.look()
     assert told(capsys.readouterr().out) == [
-        "attempt 2 starts on n3,n4 (0 s after the end of the one before)",
+        "attempt 2 starts on n3,n4 (95 s after the end of the one before)",
         "restored the checkpoint of step 5",
         "first step of attempt 2: step 6, loss 1.333",
         "finished: all 20 steps are done",
