@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -83,20 +84,39 @@ def query(job_id: str) -> JobInfo | None:
     return parse(done.stdout) if done is not None and done.returncode == 0 else None
 
 
-def requeue(job_id: str) -> str | None:
-    """Ask Slurm to requeue our own job; SIGTERM to all of it follows. Returns an error text, None if accepted."""
+def requeue(job_id: str, restarts: int) -> str | None:
+    """Ask Slurm to requeue our own job; SIGTERM to all of it follows. Returns an error, None if it starts again."""
     if shutil.which("scontrol") is None:
         return "scontrol is not installed on this node"
     done = _run(["scontrol", "requeue", job_id])
+    if done is not None and done.returncode == 0:
+        return None
+    # An answer may be lost though the request was heard.
+    info = query(job_id)
+    if info is not None and fate(info, restarts) is JobFate.REQUEUED:
+        return None
     if done is None:
         return f"scontrol requeue did not answer within {TIMEOUT:.0f} s"
-    return None if done.returncode == 0 else (done.stderr.strip() or f"scontrol exited with code {done.returncode}")
+    return done.stderr.strip() or f"scontrol requeue exited with code {done.returncode}"
+
+
+def _shielded() -> None:
+    # Slurm answers a requeue with SIGTERM to all processes of the job, and this command is one of them.
+    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(s, signal.SIG_IGN)
 
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+            start_new_session=True,
+            preexec_fn=_shielded,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

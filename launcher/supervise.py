@@ -306,7 +306,7 @@ class Supervisor:
             return _CANCELLED
         if fate is p.JobFate.REQUEUED:
             return None
-        return jobinfo.requeue(self.job_id)
+        return jobinfo.requeue(self.job_id, self.restarts)
 
 
 _CANCELLED = "the job was cancelled"

@@ -1,0 +1,73 @@
+"""What a job reads out of `scontrol show job` about its own fate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from stoker.launcher import jobinfo
+from stoker.launcher.policy_types import JobFate
+
+RECORD = "JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts={restarts} {more}"
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "restarts", "more", "fate"),
+    [
+        ("RUNNING", "None", 1, "PreemptTime=None", JobFate.RUNNING),
+        ("RUNNING", "None", 1, "PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=None", JobFate.RUNNING),
+        ("RUNNING", "None", 1, "PreemptTime=2026-01-01T00:00:00", JobFate.PREEMPTED),
+        ("CANCELLED", "None", 1, "PreemptTime=None", JobFate.CANCELLED),
+        ("COMPLETING", "None", 1, "", JobFate.CANCELLED),
+        ("COMPLETING", "None", 2, "", JobFate.REQUEUED),  # a requeue counts at once
+        ("PENDING", "BeginTime", 2, "", JobFate.REQUEUED),
+        ("REQUEUED", "None", 1, "", JobFate.REQUEUED),
+        ("COMPLETING", "TimeLimit", 1, "", JobFate.TIME_LIMIT),
+        ("TIMEOUT", "TimeLimit", 1, "", JobFate.TIME_LIMIT),
+        ("NODE_FAIL", "NodeDown", 1, "", JobFate.NODE_FAIL),
+        ("COMPLETING", "NodeDown", 1, "", JobFate.NODE_FAIL),
+        ("PREEMPTED", "None", 1, "PreemptTime=2026-01-01T00:00:00", JobFate.CANCELLED),  # PreemptMode=CANCEL
+        ("", "", 1, "", JobFate.UNKNOWN),
+    ],
+)
+def test_fate(state: str, reason: str, restarts: int, more: str, fate: JobFate) -> None:
+    info = jobinfo.parse(RECORD.format(state=state, reason=reason, restarts=restarts, more=more))
+    assert jobinfo.fate(info, restarts=1) is fate
+
+
+def test_times_are_local_and_none_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    info = jobinfo.parse("EndTime=2026-11-30T12:00:00 PreemptTime=None StartTime=Unknown")
+    assert info.time("EndTime") == 1796040000.0
+    assert [info.time(n) for n in ("PreemptTime", "StartTime", "Absent")] == [None, None, None]
+
+
+def fake_scontrol(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    path = directory / "scontrol"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+
+
+def test_a_requeue_survives_the_signal_that_answers_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm signals the job's processes before `scontrol requeue`, one of them, has returned."""
+    fake_scontrol(tmp_path, monkeypatch, "kill -TERM $$; exit 0")
+    assert jobinfo.requeue("7", restarts=0) is None
+
+
+def test_a_requeue_whose_answer_was_lost_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = 'case "$*" in *requeue*) exit 1;; *) echo "JobId=7 JobState=PENDING Reason=BeginTime Restarts=1";; esac'
+    fake_scontrol(tmp_path, monkeypatch, script)
+    assert jobinfo.requeue("7", restarts=0) is None
+
+
+def test_a_refused_requeue_gives_slurms_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = 'case "$*" in *requeue*) echo "Requested operation is presently disabled" >&2; exit 1;; *) exit 1;; esac'
+    fake_scontrol(tmp_path, monkeypatch, script)
+    assert jobinfo.requeue("7", restarts=0) == "Requested operation is presently disabled"
+
+
+def test_without_scontrol_the_requeue_is_told_to_be_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert jobinfo.requeue("7", restarts=0) == "scontrol is not installed on this node"
+    assert jobinfo.query("7") is None
