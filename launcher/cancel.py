@@ -62,11 +62,14 @@ def cancel(run: RunDir, timeout: float = WAIT) -> int:
 
 def learn_jobs(found: Sequence[Submission]) -> None:
     """Look up the jobs of submissions whose answer from sbatch was lost."""
+    known = {s.job_id for s in found}
     for submission in found:
         token = submission.intention.get("token")
         if submission.job_id is None and token:
-            for job in jobs_with(str(token)) or []:
-                submission.set_job(job.job_id)
+            jobs = jobs_with(str(token), submission.run.path) or []
+            for job in jobs:
+                if job.job_id not in known:
+                    submission.set_job(job.job_id)
 
 
 def live_jobs(found: Sequence[Submission]) -> list[Submission]:

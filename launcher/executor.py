@@ -22,6 +22,7 @@ from .run.outcome import Outcome
 from .run.submissions import Submission, new_submission, submissions
 from .run.views import last_outcome
 from .state import RunState, look, queue_of
+from .submit import Request
 from .submit import submit as submit_script
 from .watch import wait_for_end
 
@@ -136,7 +137,7 @@ class StokerExecutor(core.Executor):
         submission = frozen.submission or intend(run)
         own_comment = effective_config(run, submission.number)["cluster"]["sbatch"].get("comment")
         script = effective_script(run, submission.number)
-        accepted = submit_script(script, str(submission.intention["token"]), own_comment)
+        accepted = submit_script(Request(script, run.path, str(submission.intention["token"]), own_comment))
         submission.set_job(accepted.job_id, accepted.cluster)
         return StokerJob(run.path, accepted.job_id)
 

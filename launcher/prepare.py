@@ -82,14 +82,19 @@ def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]
     """(errors, warnings) of a configuration, for a launch and for a changed resume alike.
 
     Raises:
-        UserError: Slurm is needed and is not here.
+        UserError: Slurm is needed and is not here, and nothing else is wrong.
     """
     found = check(config)
     errors = [str(p) for p in found if p.severity == "error"]
     warnings = [str(p) for p in found if p.severity != "error"]
     errors += _secrets_in(config, {p.field for p in found})
     if config.cluster.kind is ClusterKind.slurm and (needs_slurm or slurm.is_available()):
-        live = lints.live(config)
+        try:
+            live = lints.live(config)
+        except UserError as e:
+            if not errors:
+                raise
+            live = lints.Findings([str(e)])
         errors += live.errors
         warnings += live.warnings
     return list(dict.fromkeys(errors)), list(dict.fromkeys(warnings))

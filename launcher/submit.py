@@ -1,11 +1,12 @@
 """Getting a script accepted by Slurm exactly once, whatever happens to the answer.
 
-Owns: the retry policy around sbatch. Each submission carries a unique token in the job's comment; before anything is
-sent a second time, squeue is asked for that token. Standard library only.
+Owns: the retry policy around sbatch. Each submission carries a unique token in the job's comment and works in its run
+directory; before anything is sent a second time, squeue is asked for such a job. Standard library only.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,30 +40,38 @@ def comment_of(token: str, own_comment: str | None = None) -> str:
     return f"{own_comment} stoker:{token}" if own_comment else f"stoker:{token}"
 
 
-def submit(
-    script: Path, token: str, own_comment: str | None = None, sleep: Callable[[float], None] = time.sleep
-) -> Accepted:
-    """Submit `script`; returns the one job that was accepted.
+@dataclass(frozen=True)
+class Request:
+    """What is submitted, and by what its job is known again."""
+
+    script: Path
+    directory: Path  # the run directory, in which the job works
+    token: str
+    own_comment: str | None = None
+
+
+def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Accepted:
+    """Submit a script; returns the one job that was accepted.
 
     Raises:
         SubmissionError: Slurm refused (its words are in the message), or did not answer.
         UserError: there is no sbatch here.
     """
-    comment = comment_of(token, own_comment)
+    comment = comment_of(request.token, request.own_comment)
     for attempt in range(TRIES):
-        reply = slurm.sbatch(script, [f"--comment={comment}"], SBATCH_TIMEOUT)
+        reply = slurm.sbatch(request.script, [f"--comment={comment}"], SBATCH_TIMEOUT)
         known = slurm.parse_job_id(reply.out) if reply.code == 0 else None
         if known:
             job = Accepted(*known)
             if attempt:
-                _cancel_others(token, job)
+                _cancel_others(request, job)
             return job
         if slurm.is_sure_refusal(reply):
             raise SubmissionError(f"sbatch refused the job: {_words(reply)}", may_be_queued=False)
-        found = _look_up(token, sleep)
+        found = _look_up(request, sleep)
         if found:
             job = Accepted(found[0].job_id, None)
-            _cancel_others(token, job)
+            _cancel_others(request, job)
             return job
         if found is None or reply.code == 0:
             break  # Slurm cannot be asked, or took the job and hides it: sending it again might double it
@@ -70,27 +79,35 @@ def submit(
     raise SubmissionError(text, may_be_queued=found is None or reply.code == 0)
 
 
-def _look_up(token: str, sleep: Callable[[float], None]) -> list[slurm.QueuedJob] | None:
-    """Jobs with the token; None if Slurm does not answer. Asks more than once: a slow controller may be at it still."""
+def _look_up(request: Request, sleep: Callable[[float], None]) -> list[slurm.QueuedJob] | None:
+    """The request's jobs; None if Slurm does not answer. Asks more than once: a slow controller may be at it still."""
     answered = False
     for wait in _LOOKUPS:
         sleep(wait)
-        found = jobs_with(token)
+        found = jobs_with(request.token, request.directory)
         if found:
             return found
         answered = answered or found is not None
     return [] if answered else None
 
 
-def jobs_with(token: str) -> list[slurm.QueuedJob] | None:
-    """This user's jobs that carry a token; None if Slurm does not answer."""
+def jobs_with(token: str, directory: Path) -> list[slurm.QueuedJob] | None:
+    """This user's jobs that carry a token, or work in a run directory (sites rewrite comments); None: no answer."""
     jobs = slurm.squeue()
-    return None if jobs is None else [job for job in jobs if job.comment.endswith(f"stoker:{token}")]
+    if jobs is None:
+        return None
+    here = os.path.realpath(directory)
+    return [
+        job
+        for job in jobs
+        if job.comment.endswith(f"stoker:{token}") or (not job.is_over and os.path.realpath(job.workdir) == here)
+    ]
 
 
-def _cancel_others(token: str, job: Accepted) -> None:
+def _cancel_others(request: Request, job: Accepted) -> None:
     """A first try that seemed lost may have arrived after all; two jobs on one run would fence each other out."""
-    others = [other.job_id for other in jobs_with(token) or [] if other.job_id != job.job_id]
+    found = jobs_with(request.token, request.directory) or []
+    others = [other.job_id for other in found if other.job_id != job.job_id]
     if others:
         slurm.scancel(others)
 

@@ -119,6 +119,13 @@ def test_no_slurm(overrides: list[str], tmp_path: Path, fake_slurm: Any, capsys:
     assert not (tmp_path / "runs").exists()
 
 
+def test_no_slurm_hides_no_other_problem(overrides: list[str], fake_slurm: Any, capsys: Any) -> None:
+    assert cli.main(["launch", *overrides, "train.global_batch=3"]) == 2
+    err = capsys.readouterr().err
+    assert "train.global_batch=3" in err
+    assert "no Slurm here" in err
+
+
 def accepting(fake_slurm: Any, sbatch: str) -> None:
     fake_slurm.program("sbatch", sbatch)
     fake_slurm.program("scontrol", partitions("main", total_nodes=4))

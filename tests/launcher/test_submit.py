@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from stoker.launcher import submit
-from stoker.launcher.submit import Accepted, SubmissionError
+from stoker.launcher.submit import Accepted, Request, SubmissionError
 
 # squeue's own format, printed for the job ids in the file `queue`; all have the token.
 SQUEUE = r"""
@@ -19,9 +19,10 @@ FIRST_TIME = 'if [ ! -e "$(dirname "$0")/once" ]; then touch "$(dirname "$0")/on
 ACCEPT = r"""echo -n "7 " >> "$(dirname "$0")/queue"; echo 7"""
 
 
-def send(**keywords: Any) -> Accepted:
+def send(own_comment: str | None = None) -> Accepted:
     waits: list[float] = []
-    return submit.submit(Path("/run/submit.sbatch"), "tok", sleep=waits.append, **keywords)
+    request = Request(Path("/run/submit.sbatch"), Path("/run"), "tok", own_comment)
+    return submit.submit(request, sleep=waits.append)
 
 
 def test_plain(fake_slurm: Any) -> None:
@@ -53,6 +54,13 @@ def test_refusal_is_told_in_slurm_s_words_and_not_repeated(fake_slurm: Any) -> N
 def test_lost_answer_is_looked_up_before_any_retry(fake_slurm: Any) -> None:
     fake_slurm.program("sbatch", ACCEPT.replace("; echo 7", "; echo 'Socket timed out' >&2; exit 1"))
     fake_slurm.program("squeue", SQUEUE)
+    assert send() == Accepted("7", None)
+    assert len(fake_slurm.calls("sbatch")) == 1
+
+
+def test_job_whose_comment_the_site_rewrote_is_known_by_its_directory(fake_slurm: Any) -> None:
+    fake_slurm.program("sbatch", ACCEPT.replace("; echo 7", "; echo 'Socket timed out' >&2; exit 1"))
+    fake_slurm.program("squeue", SQUEUE.replace("/w", "/run").replace("stoker:tok", "rewritten"))
     assert send() == Accepted("7", None)
     assert len(fake_slurm.calls("sbatch")) == 1
 
