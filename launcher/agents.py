@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import resource
 import secrets
 import select
+import selectors
 import socket
 import time
 from collections.abc import Iterator
@@ -19,9 +21,20 @@ from . import policy_types as p
 from .protocol import answer
 from .run.heartbeat import Phase
 from .run.outcome import Cause
-from .run.wire import Channel, Closed, Message
+from .run.wire import MAX_LINE, Channel, Closed, Keepalive, Message
 
-PING_EVERY = 1.0
+HELLO_LIMIT = 10.0  # seconds in which a stranger must prove that it is ours
+HELLO_BYTES = 4096  # bytes that a stranger may send for that
+STRANGERS = 64  # more unproven connections than agents at a time are turned away
+SEND_LIMIT = 5.0  # seconds: a send to a frozen node must not hold up the others for longer
+
+
+@dataclass(frozen=True)
+class AgentSignalled:
+    """Slurm, or somebody, signalled a node's agent: what that means is to be found out."""
+
+    node: str
+    signal: str
 
 
 @dataclass
@@ -31,14 +44,26 @@ class _Agent:
     node: str | None = None  # None until it has proved that it is ours
     address: str = ""
     heard: float = field(default_factory=time.monotonic)
+    is_dead: bool = False  # it could not be sent to; reported as lost at the next read
 
 
 class Agents:
+    """One loop's worth of sockets: `wait`, then `read`. Other descriptors may be waited for along."""
+
     def __init__(self, token: str, config: dict[str, Any], lease: float) -> None:
         self._token, self._config, self._lease = token, config, lease
+        # A descriptor per node, and no limit to the nodes.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self._listener = socket.create_server(("0.0.0.0", 0), backlog=1024)
-        self._agents: list[_Agent] = []
-        self._pinged = 0.0
+        self._listener.setblocking(False)
+        self._agents: dict[int, _Agent] = {}  # by descriptor
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self.keepalive = Keepalive({"kind": "ping"}, lambda: [a.channel for a in self._known()])
+        self.keepalive.start()
 
     @property
     def addresses(self) -> str:
@@ -51,52 +76,65 @@ class Agents:
         hosts.append("127.0.0.1")
         return ",".join(f"{h}:{port}" for h in dict.fromkeys(hosts))
 
-    def waitables(self) -> list[Any]:
-        return [self._listener, *(a.channel for a in self._agents)]
+    def watch(self, fd: int) -> None:
+        """Have `wait` return when `fd` is readable, too."""
+        self._selector.register(fd, selectors.EVENT_READ)
+
+    def wait(self, seconds: float) -> set[int]:
+        """Readable descriptors, after at most `seconds`."""
+        return {key.fd for key, _ in self._selector.select(seconds)}
 
     def any_connected(self) -> bool:
-        return any(a.node for a in self._agents)
+        return bool(self._known())
 
-    def read(self, readable: list[Any]) -> Iterator[p.Event | str]:
-        """Events out of what has arrived; a bare string is the name of a node that was signalled."""
-        if self._listener in readable:
+    def _known(self) -> list[_Agent]:
+        return [a for a in list(self._agents.values()) if a.node is not None and not a.is_dead]
+
+    def read(self, readable: set[int]) -> Iterator[p.Event | AgentSignalled]:
+        """Events out of what has arrived on these descriptors."""
+        if self._listener.fileno() in readable:
             self._accept()
-        for agent in list(self._agents):
-            if agent.channel in readable:
-                try:
-                    messages = agent.channel.receive()
-                    agent.heard = time.monotonic()
-                    for message in messages:
-                        yield from self._message(agent, message)
-                except (Closed, KeyError, TypeError, ValueError) as e:
-                    yield from self._lost(agent, f"connection lost ({e})", is_closed=isinstance(e, Closed))
+        for fd in readable & self._agents.keys():
+            agent = self._agents[fd]
+            try:
+                messages = agent.channel.receive()
+                agent.heard = time.monotonic()
+                for message in messages:
+                    yield from self._message(agent, message)
+            except (Closed, KeyError, TypeError, ValueError) as e:
+                yield from self._lost(agent, f"connection lost ({e})", is_closed=isinstance(e, Closed))
         yield from self._keep_leases()
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(5.0)  # a send to a frozen node must not hold up the others for longer
-        agent = _Agent(Channel(sock), secrets.token_hex(16))
-        self._agents.append(agent)
-        try:
-            agent.channel.send({"kind": "challenge", "nonce": agent.nonce})
-        except Closed:
-            self._drop(agent)
+        """Take in all that wait. Out of descriptors: they wait on in the backlog."""
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            if len(self._agents) - len(self._known()) >= max(STRANGERS, self._config["cluster"]["nodes"]):
+                sock.close()
+                continue
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(SEND_LIMIT)
+            agent = _Agent(Channel(sock, HELLO_BYTES), secrets.token_hex(16))
+            self._agents[sock.fileno()] = agent
+            self._selector.register(sock, selectors.EVENT_READ)
+            if not self._send(agent, {"kind": "challenge", "nonce": agent.nonce}):
+                self._drop(agent)
 
     def _keep_leases(self) -> Iterator[p.Event]:
         now = time.monotonic()
-        for agent in list(self._agents):
-            if now - agent.heard > self._lease:
+        for agent in list(self._agents.values()):
+            limit = HELLO_LIMIT if agent.node is None else self._lease
+            if agent.is_dead:
+                yield from self._lost(agent, "it does not read what it is sent")
+            elif now - agent.heard > limit:
                 # It may be us who slept: what has arrived meanwhile counts first.
-                if select.select([agent.channel], [], [], 0)[0]:
+                if agent.node is not None and _is_readable(agent.channel):
                     agent.heard = now
                     continue
-                yield from self._lost(agent, f"no word for {self._lease:.0f} s")
-        if now - self._pinged > PING_EVERY:
-            self._pinged = now
-            for agent in list(self._agents):
-                if agent.node is not None:
-                    yield from self._send(agent, {"kind": "ping"})
+                yield from self._lost(agent, f"no word for {limit:.0f} s")
 
     def _lost(self, agent: _Agent, reason: str, is_closed: bool = False) -> Iterator[p.Event]:
         self._drop(agent)
@@ -104,23 +142,27 @@ class Agents:
             yield p.AgentLost(agent.node, reason, is_closed)
 
     def _drop(self, agent: _Agent) -> None:
-        if agent in self._agents:
-            self._agents.remove(agent)
+        if self._agents.pop(agent.channel.fileno(), None) is not None:
+            self._selector.unregister(agent.channel.sock)
         agent.channel.close()
 
-    def _send(self, agent: _Agent, message: Message) -> Iterator[p.Event]:
+    def _send(self, agent: _Agent, message: Message) -> bool:
+        """False, and the agent is reported as lost at the next read, if it cannot be sent to."""
         try:
             agent.channel.send(message)
-        except Closed as e:
-            yield from self._lost(agent, f"connection lost ({e})")
+        except Closed:
+            agent.is_dead = True
+        return not agent.is_dead
 
-    def _message(self, agent: _Agent, m: Message) -> Iterator[p.Event | str]:
+    def _message(self, agent: _Agent, m: Message) -> Iterator[p.Event | AgentSignalled]:
         if agent.node is None:
             if not hmac.compare_digest(str(m.get("answer")), answer(self._token, agent.nonce)):
                 raise Closed("not one of our agents")
+            welcome = {"kind": "welcome", "answer": answer(self._token, str(m["nonce"])), "config": self._config}
             agent.node, agent.address = str(m["node"]), str(m["address"])
-            yield from self._send(agent, {"kind": "welcome", "config": self._config})
+            agent.channel.max_line = MAX_LINE
             yield p.AgentJoined(agent.node, agent.address)
+            self._send(agent, welcome)
             return
         match m["kind"]:
             case "ready":
@@ -128,17 +170,17 @@ class Agents:
             case "store":
                 yield p.StoreUp(agent.address, m["port"])
             case "status":
-                for r in m["ranks"]:
-                    yield p.RankStatus(**(r | {"phase": Phase(r["phase"])}))
+                if m["ranks"]:
+                    yield p.NodeStatus(tuple(p.RankStatus(**(r | {"phase": Phase(r["phase"])})) for r in m["ranks"]))
             case "report":
-                yield _report(m)
+                if m["event"] in _REPORTS:
+                    yield _report(m)
             case "exited":
                 yield p.RankExited(m["generation"], m["rank"], m["code"], m["signal"], m["tail"])
             case "answer":
                 yield p.ProposalAnswer(m["generation"], agent.node, m["step"], m["accepted"], m["max_step"])
             case "signal":
-                if m["name"] in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):
-                    yield agent.node
+                yield AgentSignalled(agent.node, str(m["name"]))
 
     def do(self, action: p.Action, settings: p.Settings) -> None:
         """Tell the agents. One that cannot be told is noticed by its lease."""
@@ -159,19 +201,31 @@ class Agents:
                 self._tell({"kind": "kill"})
 
     def _tell(self, message: Message, node: str | None = None) -> None:
-        for agent in list(self._agents):
-            if agent.node is not None and node in (None, agent.node):
-                try:
-                    agent.channel.send(message)
-                except Closed:
-                    # Left in the list: the next read reports it as lost.
-                    continue
+        """To all agents, or to one; who cannot be told is reported as lost at the next read."""
+        for agent in self._known():
+            if node in (None, agent.node):
+                self._send(agent, message)
 
     def quit(self) -> None:
+        """Tell the agents to end; they close their connections when they have."""
         self._tell({"kind": "quit"})
-        for agent in list(self._agents):
+
+    def close(self) -> None:
+        self.keepalive.stop()
+        for agent in list(self._agents.values()):
             self._drop(agent)
+        self._selector.close()
         self._listener.close()
+
+
+def _is_readable(channel: Channel) -> bool:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+# What workers report is for the record; the policy knows these.
+_REPORTS = ("checkpoint_saved", "ended", "failed", "peer_lost")
 
 
 def _report(m: Message) -> p.RankReport:

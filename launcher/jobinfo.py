@@ -5,9 +5,9 @@ Owns: `scontrol show job` parsed into a fate, and `scontrol requeue`. Standard l
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -88,35 +88,43 @@ def requeue(job_id: str, restarts: int) -> str | None:
     """Ask Slurm to requeue our own job; SIGTERM to all of it follows. Returns an error, None if it starts again."""
     if shutil.which("scontrol") is None:
         return "scontrol is not installed on this node"
-    done = _run(["scontrol", "requeue", job_id])
-    if done is not None and done.returncode == 0:
-        return None
-    # An answer may be lost though the request was heard.
-    info = query(job_id)
-    if info is not None and fate(info, restarts) is JobFate.REQUEUED:
-        return None
-    if done is None:
-        return f"scontrol requeue did not answer within {TIMEOUT:.0f} s"
-    return done.stderr.strip() or f"scontrol requeue exited with code {done.returncode}"
+    error = ""
+    for pause in (1.0, 3.0, 0.0):
+        done = _run(["scontrol", "requeue", job_id])
+        if done is not None and done.returncode == 0:
+            return None
+        # An answer may be lost though the request was heard.
+        info = query(job_id)
+        if info is not None and fate(info, restarts) is JobFate.REQUEUED:
+            return None
+        if done is None:
+            error = f"scontrol requeue did not answer within {TIMEOUT:.0f} s"
+        else:
+            error = done.stderr.strip() or f"scontrol requeue exited with code {done.returncode}"
+        if any(word in error for word in _FINAL):
+            break
+        time.sleep(pause)
+    return error
 
 
-def _shielded() -> None:
-    # Slurm answers a requeue with SIGTERM to all processes of the job, and this command is one of them.
-    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(s, signal.SIG_IGN)
+# Words of a refusal that asking again does not change; the rest is a controller that is busy or away.
+_FINAL = ("Invalid", "disabled", "denied", "not permitted", "cannot be requeued")
+
+
+# Slurm answers a requeue with SIGTERM to all processes of the job, and its own command is one of them.
+_SHIELDED = ("sh", "-c", "trap '' TERM INT HUP; exec \"$@\"", "sh")
 
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
-            argv,
+            [*_SHIELDED, *argv],
+            env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
             check=False,
-            start_new_session=True,
-            preexec_fn=_shielded,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -26,6 +26,10 @@ PROPOSAL_PAUSE = 0.003  # seconds between writing a proposal and reading where w
 TAIL_BYTES = 4096
 
 
+class ChildEnded(Exception):
+    """The zygote or the store is gone: this node can go on no more."""
+
+
 @dataclass
 class Worker:
     rank: int
@@ -35,12 +39,20 @@ class Worker:
     pid: int | None = None
     reported: tuple[int, int, int, int] | None = None  # last status sent: step, phase, micro, sequence
     has_failed: bool = False  # it said itself why
+    must_die: bool = False  # killed before its pid was known
 
 
 class Node:
     """`tell` sends a message to the supervisor."""
 
-    def __init__(self, run: RunDir, attempt: AttemptDir, tell: Callable[[Message], None], events: EventLog) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: AttemptDir,
+        config: dict[str, Any],
+        tell: Callable[[Message], None],
+        events: EventLog,
+    ) -> None:
         self._run, self._attempt, self._tell, self._events = run, attempt, tell, events
         self._log_path = attempt.log(events.writer)
         self._log = os.open(self._log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -49,7 +61,8 @@ class Node:
         self._store: Channel | None = None
         self._workers: dict[int, Worker] = {}
         self._pids: dict[int, int] = {}  # pid -> rank
-        self.config: dict[str, Any] = {}
+        self._config = config
+        self.is_stopping = False  # a stop step was proposed: news is wanted at once
 
     # Processes.
 
@@ -81,6 +94,7 @@ class Node:
 
     def form(self, message: Message) -> None:
         """Fork this node's workers of a new generation."""
+        self.is_stopping = False
         generation, first = int(message["generation"]), int(message["first_rank"])
         count = int(message["procs_per_node"])
         for k in range(count):
@@ -90,7 +104,7 @@ class Node:
             segment.beat(Heartbeat(generation, Phase.START, 0, 0, 0, time.monotonic(), 0.0))
             spec = {
                 "run": str(self._run.path),
-                "config": self.config,
+                "config": self._config,
                 "attempt": self._attempt.number,
                 "generation": generation,
                 "rank": rank,
@@ -105,11 +119,10 @@ class Node:
 
     def kill_workers(self) -> None:
         for w in self._workers.values():
-            if w.pid is not None:
-                # The worker leads a group of its own; a fork that has not got that far yet is hit by its pid.
-                for kill in (os.killpg, os.kill):
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        kill(w.pid, signal.SIGKILL)
+            if w.pid is None:
+                w.must_die = True
+            else:
+                _kill(w.pid)
 
     def kill_all(self) -> None:
         self.kill_workers()
@@ -137,7 +150,11 @@ class Node:
 
     def read(self, channel: Channel) -> None:
         if channel is self._to_zygote:
-            for message in channel.receive():  # Closed: the zygote is gone, and with it all workers
+            try:
+                messages = channel.receive()
+            except Closed as e:
+                raise ChildEnded("the zygote ended, and with it all workers") from e
+            for message in messages:
                 self._from_zygote(message)
             return
         try:
@@ -155,7 +172,7 @@ class Node:
         channel.close()
         if channel is self._store:
             self._store = None
-            raise Closed("the store process ended")
+            raise ChildEnded("the store ended")
         for w in self._workers.values():
             if w.channel is channel:
                 w.channel = None
@@ -167,6 +184,8 @@ class Node:
             worker = self._workers[message["id"]]
             worker.pid = message["pid"]
             self._pids[message["pid"]] = worker.rank
+            if worker.must_die:
+                _kill(message["pid"])
         elif message["kind"] == "exited" and message["pid"] in self._pids:
             self._exited(self._workers.pop(self._pids.pop(message["pid"])), message["status"])
 
@@ -176,12 +195,14 @@ class Node:
             return
         fields = message["fields"]
         worker.has_failed |= message["event"] == "failed"
-        self._events.write(message["event"], rank=worker.rank, generation=message["generation"], **fields)
+        self._events.write(message["event"], **(fields | {"rank": worker.rank, "generation": message["generation"]}))
         self._tell({**message, "kind": "report", "rank": worker.rank})
 
     def _exited(self, w: Worker, status: int) -> None:
         if w.channel is not None:
             self._drain(w)
+        if (last := self._status(w)) is not None:
+            self._tell({"kind": "status", "ranks": [last]})
         code = status if status >= 0 else None
         name = None
         if status < 0:
@@ -212,29 +233,30 @@ class Node:
 
     # Segments.
 
-    def changed_statuses(self, everything: bool) -> list[Message]:
-        """Where the workers are; without `everything` only those that moved since last told."""
+    def statuses(self, only_changed: bool) -> list[Message]:
+        """Where the workers are; with `only_changed` those that moved since last told."""
         found = []
         for w in self._workers.values():
-            beat = w.segment.read_heartbeat()
-            if beat is None:
-                continue  # killed in the middle of an update: its exit is on the way
-            now = (beat.step, int(beat.phase), beat.micro, beat.sequence)
-            if everything or now != w.reported:
-                w.reported = now
-                age = round(time.monotonic() - beat.time, 3)
-                found.append(
-                    {
-                        "generation": w.generation,
-                        "rank": w.rank,
-                        "step": beat.step,
-                        "phase": int(beat.phase),
-                        "sequence": beat.sequence,
-                        "age": age,
-                        "median": round(beat.step_seconds, 6),
-                    }
-                )
+            before = w.reported
+            status = self._status(w)
+            if status is not None and not (only_changed and w.reported == before):
+                found.append(status)
         return found
+
+    def _status(self, w: Worker) -> Message | None:
+        beat = w.segment.read_heartbeat()
+        if beat is None or beat.generation != w.generation:
+            return None  # killed in the middle of an update: its exit is on the way
+        w.reported = (beat.step, int(beat.phase), beat.micro, beat.sequence)
+        return {
+            "generation": w.generation,
+            "rank": w.rank,
+            "step": beat.step,
+            "phase": int(beat.phase),
+            "sequence": beat.sequence,
+            "age": round(time.monotonic() - beat.time, 3),
+            "median": round(beat.step_seconds, 6),
+        }
 
     def propose(self, generation: int, step: int, save: bool) -> Message:
         """Write a proposed stop step and say whether all workers here will see it in time.
@@ -242,14 +264,13 @@ class Node:
         A worker publishes its step, then looks for a proposal; we write the proposal, then look for its step. The pause
         between keeps the two stores and loads of either side from passing each other on any processor.
         """
+        self.is_stopping = True
         mine = [w for w in self._workers.values() if w.generation == generation]
         for w in mine:
             w.segment.write_control(Control(generation, step, False, save))
         time.sleep(PROPOSAL_PAUSE)
         beats = [w.segment.read_heartbeat() for w in mine]
-        accepted = all(
-            b is not None and (b.step < step or (b.step == step and b.phase in (Phase.HOLD, Phase.DONE))) for b in beats
-        )
+        accepted = all(b is not None and b.generation == generation and _will_see(b, step) for b in beats)
         furthest = max((b.step for b in beats if b is not None), default=0)
         message = {"kind": "answer", "generation": generation, "step": step}
         return message | {"accepted": accepted, "max_step": furthest}
@@ -258,3 +279,15 @@ class Node:
         for w in self._workers.values():
             if w.generation == generation:
                 w.segment.write_control(Control(generation, step, True, save))
+
+
+def _will_see(beat: Heartbeat, step: int) -> bool:
+    """Whether a worker that was here after a proposal of `step` was written will stop there."""
+    return beat.step < step or (beat.step == step and beat.phase in (Phase.HOLD, Phase.DONE))
+
+
+def _kill(pid: int) -> None:
+    # A worker leads a group of its own; a fork that has not got that far yet is hit by its pid.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)

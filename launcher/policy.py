@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .policy_basics import Decision, after_stop, all_ended, clear, cleared, end, form, outcome_of, requeue_or_fail
-from .policy_stop import answered, terminated, warned
+from .policy_basics import Decision, all_ended, cleared, end, form, natural, outcome_of, requeue_or_fail
+from .policy_stop import answered, overdue, slurm_said, terminated, warned
 from .policy_trouble import act_on_trouble, agent_lost, launch_ended, look_for_hangs, suspect
 from .policy_types import (
     AgentJoined,
@@ -19,11 +19,12 @@ from .policy_types import (
     AgentView,
     Event,
     LaunchEnded,
+    NodeStatus,
     ProposalAnswer,
     RankExited,
     RankReport,
-    RankStatus,
     RankView,
+    SlurmSaid,
     Stage,
     StartStore,
     State,
@@ -36,6 +37,7 @@ from .policy_types import (
 )
 from .run.outcome import EXIT_FAILED, Cause, Next
 
+CLEAR_TIMEOUT = 60.0  # seconds that killed workers may take to be gone
 CULPRIT_GRACE = 3.0  # seconds in which the true culprit of a lost peer usually shows itself
 
 
@@ -56,7 +58,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return _form_if_complete(replace(state, store=(event.host, event.port)))
         case AgentLost():
             return agent_lost(state, event)
-        case RankStatus():
+        case NodeStatus():
             return _status(state, event)
         case RankReport():
             return _report(state, event)
@@ -68,6 +70,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return warned(state, event)
         case Terminated():
             return terminated(state, event)
+        case SlurmSaid():
+            return slurm_said(state, event)
         case LaunchEnded():
             return launch_ended(state, event)
         case Superseded():
@@ -76,15 +80,19 @@ def decide(state: State, event: Event, now: float) -> Decision:
 
 
 def _joined(state: State, e: AgentJoined) -> Decision:
-    is_first = not state.agents
     state = replace(state, agents={**state.agents, e.node: AgentView(e.address)})
-    return state, (StartStore(e.node),) if is_first else ()
+    if len(state.agents) < state.settings.nodes or state.store_node is not None:
+        return state, ()
+    # The others must reach the store: a node that came over loopback (Debian maps a host's own name so) may not be told
+    # to them by that address. On one machine all came that way.
+    nodes = sorted(state.agents, key=natural)
+    host = next((n for n in nodes if not state.agents[n].address.startswith("127.")), nodes[0])
+    return replace(state, store_node=host), (StartStore(host),)
 
 
 def _form_if_complete(state: State) -> Decision:
-    s = state.settings
     agents = state.agents
-    if state.stage is not Stage.GATHERING or state.store is None or len(agents) < s.nodes:
+    if state.stage is not Stage.GATHERING or state.store is None or len(agents) < state.settings.nodes:
         return state, ()
     if not all(a.is_ready for a in agents.values()):
         return state, ()
@@ -99,23 +107,20 @@ def _with_rank(state: State, rank: int, view: RankView) -> State:
     return replace(state, ranks={**state.ranks, rank: view})
 
 
-def _status(state: State, e: RankStatus) -> Decision:
-    view = _of_generation(state, e.generation, e.rank)
-    if view is None:
-        return state, ()
-    is_named = view.is_named and e.step == view.step
-    # Never back: a status may be older than the worker's own last word.
-    view = replace(
-        view,
-        step=max(view.step, e.step),
-        phase=e.phase,
-        sequence=e.sequence,
-        age=e.age,
-        median=e.median,
-        is_named=is_named,
-    )
-    state = _with_rank(state, e.rank, view)
-    done = min(r.step for r in state.ranks.values())
+def _status(state: State, e: NodeStatus) -> Decision:
+    ranks = dict(state.ranks)
+    for r in e.ranks:
+        view = ranks.get(r.rank)
+        if view is None or r.generation != state.generation:
+            continue
+        # Never back: a status may be older than the worker's own last word.
+        step = max(view.step, r.step)
+        is_named = view.is_named and step == view.step
+        ranks[r.rank] = replace(
+            view, step=step, phase=r.phase, sequence=r.sequence, age=r.age, median=r.median, is_named=is_named
+        )
+    state = replace(state, ranks=ranks)
+    done = min((r.step for r in ranks.values()), default=0)
     if done > state.best_step:
         state = replace(state, best_step=done)
         if state.restarts and done >= state.mark + state.settings.progress_steps:
@@ -170,16 +175,13 @@ def _tick(state: State) -> Decision:
         return end(state, requeue_or_fail(state, Cause.LAUNCH_FAILED, reason), ask=True)
     if state.stage is Stage.AWAITING_SLURM and state.trouble and waited > state.trouble.patience:
         return end(state, requeue_or_fail(state, state.trouble.cause, state.trouble.reason), ask=True)
-    if state.stage is Stage.CLEARING and waited > 60.0:
+    if state.stage is Stage.CLEARING and waited > CLEAR_TIMEOUT:
         # SIGKILL does not end a process in uninterruptible sleep (hung storage): the node is of no use.
         stuck = sorted({r.node for r in state.ranks.values() if r.is_alive and r.node in state.agents})
         reason = f"workers on {', '.join(stuck)} do not die"
-        outcome = state.then or requeue_or_fail(state, Cause.HARDWARE_FAULT, reason)
-        return end(state, outcome, ask=True)
-    plan = state.stop
-    if plan and plan.deadline is not None and state.stage is Stage.RUNNING and state.now > plan.deadline:
-        late = replace(plan, reason=f"{plan.reason}; the save was not done in time")
-        return clear(replace(state, stop=late), after_stop(state, late))
+        return end(state, state.then or requeue_or_fail(state, Cause.HARDWARE_FAULT, reason), ask=True)
+    if state.stop is not None and state.stop.deadline is not None and state.now > state.stop.deadline:
+        return overdue(state, state.stop)
     if state.stage is Stage.RUNNING:
         if state.trouble is not None:
             return act_on_trouble(state)

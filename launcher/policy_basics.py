@@ -19,7 +19,7 @@ def form(state: State) -> Decision:
     assert store is not None
     per = state.settings.procs_per_node
     # Sorted by name, so that a rank's place does not depend on who joined first.
-    nodes = sorted(state.agents, key=_natural)
+    nodes = sorted(state.agents, key=natural)
     first = {node: i * per for i, node in enumerate(nodes)}
     ranks = {first[n] + k: RankView(n, step=0) for n in nodes for k in range(per)}
     state = replace(
@@ -36,8 +36,8 @@ def form(state: State) -> Decision:
     return state, (note, Form(state.generation, first, store))
 
 
-def _natural(name: str) -> tuple[object, ...]:
-    """n2 before n10."""
+def natural(name: str) -> tuple[object, ...]:
+    """Sort key for node names: n2 before n10."""
     parts: list[object] = []
     digits = ""
     for c in name + "\0":

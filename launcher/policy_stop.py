@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from .policy_basics import Decision, after_stop, clear, end, outcome_of
+from .policy_basics import Decision, after_stop, clear, end, outcome_of, requeue_or_fail
+from .policy_trouble import KILLED
 from .policy_types import (
     Commit,
     JobFate,
@@ -16,6 +17,7 @@ from .policy_types import (
     Note,
     ProposalAnswer,
     Propose,
+    SlurmSaid,
     Stage,
     State,
     StopPlan,
@@ -26,6 +28,7 @@ from .run.heartbeat import Phase
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_REQUEUE, Cause, Next, Outcome
 
 END_MARGIN = 8.0  # seconds before the allocation's end by which the requeue must have been asked for
+KILL_PATIENCE = 2.0  # seconds that killed workers may take when the allocation's end is near
 UNKNOWN_SAVE = 5.0  # seconds a save is taken to need before one was seen
 
 
@@ -78,38 +81,76 @@ def answered(state: State, e: ProposalAnswer) -> Decision:
     return replace(state, stop=replace(plan, is_committed=True)), (note, Commit(state.generation, plan.step, True))
 
 
+def overdue(state: State, plan: StopPlan) -> Decision:
+    """The allocation is about to end and the stop is not through: the requeue has to be asked for now."""
+    if state.stage is Stage.RUNNING:
+        late = replace(plan, reason=f"{plan.reason}; the save was not done in time")
+        return clear(replace(state, stop=late), after_stop(state, late))
+    if state.stage is Stage.CLEARING and state.now < state.since + KILL_PATIENCE:
+        return state, ()
+    return end(state, state.then or after_stop(state, plan), ask=True)
+
+
 def terminated(state: State, e: Terminated) -> Decision:
+    """SIGTERM to the batch script or to a node's agent; Slurm has been asked what it means."""
     evidence = {"fate": e.fate.value, "by": e.by, **e.evidence}
     note = Note("terminated", evidence)
     if e.fate is JobFate.PREEMPTED:
         reason = "preempted by a job of higher priority"
         state, actions = warned(state, Warned(Cause.PREEMPTED, reason, e.seconds_left))
         return state, (note, *actions)
-    is_own = e.by == "launch"
-    if is_own and e.fate is JobFate.UNKNOWN:
-        return state, (note,)  # Slurm does not answer; verdict_timeout ends the wait
-    if e.fate is JobFate.RUNNING and not is_own and state.trouble and state.trouble.cause is Cause.NODE_FAILURE:
+    if e.fate is JobFate.RUNNING and state.trouble and state.trouble.cause is Cause.NODE_FAILURE:
         return state, (note,)  # Slurm is clearing up after the node; its verdict is still to come
-    if state.then is not None and e.fate is not JobFate.CANCELLED:
-        return state, (note,)  # already ending, by a decision of our own
-    outcome = replace(_fate_outcome(state, e), evidence=dict(evidence))
-    is_asked = outcome.next is Next.REQUEUE and e.fate is JobFate.TIME_LIMIT
-    state, actions = end(state, outcome, ask=is_asked)
+    if e.fate is not JobFate.CANCELLED:
+        own = state.then or (after_stop(state, state.stop) if state.stop else None)
+        if own is not None and (e.by == "batch" or e.fate is not JobFate.RUNNING):
+            # We were ending it anyway, and the time is up.
+            state, actions = end(state, own, ask=True)
+            return state, (note, KillWorkers(state.generation), *actions)
+        if own is not None:
+            return state, (note,)
+    outcome = replace(_fate_outcome(state, e.fate), evidence=dict(evidence))
+    state, actions = end(state, outcome, ask=e.fate is JobFate.TIME_LIMIT)
     return state, (note, KillWorkers(state.generation), *actions)
 
 
-def _fate_outcome(state: State, e: Terminated) -> Outcome:
+def slurm_said(state: State, e: SlurmSaid) -> Decision:
+    """Why did srun end and take the agents along?"""
+    note = Note("slurm_said", {"fate": e.fate.value, **e.evidence})
+    if state.stage is not Stage.AWAITING_SLURM:
+        return state, (note,)
+    if state.stop is not None and e.fate is not JobFate.CANCELLED:
+        state, actions = end(state, after_stop(state, state.stop), ask=True)
+        return state, (note, *actions)
+    if e.fate is JobFate.UNKNOWN:
+        return state, (note,)  # Slurm does not answer; the trouble's patience ends the wait
+    if e.fate in (JobFate.RUNNING, JobFate.PREEMPTED):
+        assert state.trouble is not None
+        if state.launch_code in KILLED:
+            reason = (
+                "the agents' step was killed from outside while the job ran on (scancel of the step, or out of memory)"
+            )
+            outcome = outcome_of(state, Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, reason)
+        else:
+            outcome = requeue_or_fail(state, state.trouble.cause, state.trouble.reason)
+    else:
+        outcome = _fate_outcome(state, e.fate)
+    state, actions = end(state, replace(outcome, evidence=dict(e.evidence)), ask=e.fate is not JobFate.REQUEUED)
+    return state, (note, *actions)
+
+
+def _fate_outcome(state: State, fate: JobFate) -> Outcome:
     s = state.settings
     lost = state.trouble if state.trouble and state.trouble.cause is Cause.NODE_FAILURE else None
-    if e.fate is JobFate.REQUEUED:
+    if fate is JobFate.REQUEUED:
         cause = Cause.NODE_FAILURE if lost else (state.stop.cause if state.stop else Cause.PREEMPTED)
         reason = lost.reason if lost else "Slurm took the allocation and requeued the job"
         node = lost.node if lost else None
         return replace(outcome_of(state, cause, Next.REQUEUE, EXIT_REQUEUE, reason), node=node)
-    if e.fate is JobFate.NODE_FAIL:
+    if fate is JobFate.NODE_FAIL:
         reason = (lost.reason if lost else "a node failed") + "; Slurm did not requeue the job"
         return outcome_of(state, Cause.NODE_FAILURE, Next.NOTHING, EXIT_FAILED, reason)
-    if e.fate is JobFate.TIME_LIMIT:
+    if fate is JobFate.TIME_LIMIT:
         # Without a warning in time: the last interval is lost, the run is not.
         if s.can_requeue:
             return outcome_of(state, Cause.TIME_LIMIT, Next.REQUEUE, EXIT_REQUEUE, "killed at the time limit")

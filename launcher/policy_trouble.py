@@ -15,7 +15,7 @@ from .run.heartbeat import Phase
 from .run.outcome import EXIT_FAILED, EXIT_USAGE, Cause, Next, Outcome
 
 SLOW_FACTOR, SLOW_FLOOR = 3.0, 5.0  # a rank is named as slow after max(factor x median, floor) seconds
-_KILLED = {9, 15, 137, 143}  # exit codes of an srun whose tasks were ended by SIGKILL or SIGTERM
+KILLED = {-9, -15, 9, 15, 137, 143}  # exit codes of an srun that was ended, or whose tasks were, by SIGKILL or SIGTERM
 # Never started again unchanged: a person has to act first.
 _FATAL = {Cause.BAD_CONFIG, Cause.DIVERGED, Cause.OUT_OF_MEMORY, Cause.STORAGE}
 
@@ -41,14 +41,14 @@ def act_on_trouble(state: State) -> Decision:
 
 def _restart_or_stop(state: State, t: Trouble) -> Decision:
     s = state.settings
-    if state.stop is not None:
-        # The allocation is going away anyhow: no time for another generation.
-        return clear(state, after_stop(state, state.stop))
     if t.cause is Cause.SUPERSEDED:
         return clear(state, outcome_of(state, t.cause, Next.NOTHING, EXIT_FAILED, t.reason))
     if t.cause in _FATAL:
         code = EXIT_USAGE if t.cause is Cause.BAD_CONFIG else EXIT_FAILED
         return clear(state, _failure(state, t, code))
+    if state.stop is not None:
+        # The allocation is going away anyhow: no time for another generation.
+        return clear(state, after_stop(state, state.stop))
     if state.restarts >= s.max_restarts:
         why = f"{t.reason} ({state.restarts} restarts without {s.progress_steps} steps of progress)"
         return clear(state, _failure(state, replace(t, reason=why), EXIT_FAILED))
@@ -90,14 +90,13 @@ def launch_ended(state: State, e: LaunchEnded) -> Decision:
         return end(state, state.then, ask=True)
     reason = f"srun ended with code {e.code} and took all agents along"
     note = Note("launch_ended", {"code": e.code})
-    if state.stage is Stage.GATHERING and e.code not in _KILLED:
-        outcome = requeue_or_fail(state, Cause.LAUNCH_FAILED, reason)
-        state, actions = end(state, outcome, ask=True)
+    if state.stage is Stage.GATHERING and e.code not in KILLED:
+        state, actions = end(state, requeue_or_fail(state, Cause.LAUNCH_FAILED, reason), ask=True)
         return state, (note, *actions)
     patience = state.settings.verdict_timeout
     trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, is_certain=True, patience=patience)
-    state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=state.trouble or trouble)
-    return state, (note, AskSlurm("launch"))
+    state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, launch_code=e.code)
+    return replace(state, trouble=state.trouble or trouble), (note, AskSlurm())
 
 
 def hang_limit(s: Settings, phase: Phase, step_seconds: float) -> float:

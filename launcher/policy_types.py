@@ -25,7 +25,7 @@ class Settings:
     start_timeout: float = 900.0
     save_timeout: float = 1800.0
     eval_timeout: float = 1800.0
-    gather_timeout: float = 300.0  # agents must have joined and loaded by then
+    gather_timeout: float = 900.0  # agents must have joined and loaded by then
     verdict_timeout: float = 300.0  # how long a silent node may wait for Slurm's word (SlurmdTimeout is 300 by default)
     closed_timeout: float = 20.0  # the same for an agent that died on a node that lives
     max_restarts: int = 3
@@ -99,18 +99,19 @@ class State:
     since: float = 0.0  # when the stage began
     generation: int = 0
     agents: Mapping[str, AgentView] = field(default_factory=dict)
+    store_node: str | None = None  # who was asked to start the store
     store: tuple[str, int] | None = None
     ranks: Mapping[int, RankView] = field(default_factory=dict)
     stop: StopPlan | None = None
     trouble: Trouble | None = None
-    then: Outcome | None = None  # CLEARING: None = start the next generation, else end with it
+    then: Outcome | None = None  # what follows CLEARING: None = start the next generation, else end with it
     restarts: int = 0  # in a row without progress
     mark: int = 0  # step that counts as progress when passed by `progress_steps`
     best_step: int = 0  # completed by all ranks of some generation
     saved_step: int | None = None
     save_seconds: float = 0.0  # longest seen
     has_ever_run: bool = False
-    warned: Cause | None = None
+    launch_code: int | None = None  # srun's exit code, once it is gone
 
 
 # What can happen.
@@ -154,6 +155,13 @@ class RankStatus:
     sequence: int
     age: float
     median: float
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """Where a node's ranks are, in one event: a large run sends thousands of these a second if it were one per rank."""
+
+    ranks: tuple[RankStatus, ...]
 
 
 @dataclass(frozen=True)
@@ -216,8 +224,16 @@ class Terminated:
     """SIGTERM, to us or to an agent, with what Slurm said when asked why."""
 
     fate: JobFate
-    by: str  # "batch", a node, or "launch": srun ended though nobody told the agents to
+    by: str  # "batch" or a node
     seconds_left: float | None = None
+    evidence: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SlurmSaid:
+    """The answer to AskSlurm."""
+
+    fate: JobFate
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -239,12 +255,13 @@ Event = (
     | AgentReady
     | StoreUp
     | AgentLost
-    | RankStatus
+    | NodeStatus
     | RankReport
     | RankExited
     | ProposalAnswer
     | Warned
     | Terminated
+    | SlurmSaid
     | LaunchEnded
     | Superseded
 )
@@ -303,9 +320,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class AskSlurm:
-    """Ask what Slurm does with our job; the answer comes as Terminated."""
-
-    by: str
+    """Ask what Slurm does with our job; the answer comes as SlurmSaid."""
 
 
 Action = AskSlurm | StartStore | Form | Propose | Commit | KillWorkers | Note | Finish

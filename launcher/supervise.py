@@ -6,9 +6,9 @@ nothing itself. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -20,8 +20,9 @@ from typing import Any
 
 from . import jobinfo
 from . import policy_types as p
-from .agents import Agents
-from .launch_agents import launch_agents, local_nodes
+from .agents import Agents, AgentSignalled
+from .desk import Desk, Question
+from .launch_agents import Launch, launch_agents, local_nodes
 from .policy import decide
 from .protocol import WARNED
 from .run.attempts import Fence, claim
@@ -29,18 +30,20 @@ from .run.effective import effective_config
 from .run.events import EventLog
 from .run.files import create_json, read_json
 from .run.layout import AttemptDir, RunDir, open_run
-from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
+from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.submissions import Submission, own_submission, submissions
+from .run.views import last_outcome
+from .signals import SignalPipe
 from .track_start import PATIENCE as TRACKER_PATIENCE
 from .track_start import start_tracker, stop_tracker
 
-TICK = 0.25  # seconds between looks at the clock
+TICK = 0.5  # seconds between looks at the clock, and for hangs
 FENCE_EVERY = 2.0
 CLOCK_WARNING_SLACK = 5.0  # seconds after the warning should have come by signal until the clock stands in for it
 
 
 def main(argv: list[str]) -> int:
-    signals = Signals()  # first of all: from here on no signal is lost
+    signals = SignalPipe()  # first of all: from here on no signal is lost
     try:
         run = open_run(argv[0])
     except (IndexError, ValueError) as e:
@@ -52,6 +55,9 @@ def main(argv: list[str]) -> int:
     if submission.is_cancelled:
         print(f"supervise: {run.path} was cancelled; nothing to do", file=sys.stderr)
         return EXIT_CANCELLED
+    if job_id and is_finished_already(run, submission):
+        print(f"supervise: {run.path} is finished; nothing to do", file=sys.stderr)
+        return EXIT_FINISHED
     attempt = claim(run)
     events = EventLog(attempt.events("supervisor"), "supervisor", attempt.number)
     try:
@@ -65,24 +71,6 @@ def main(argv: list[str]) -> int:
         return EXIT_FAILED
 
 
-class Signals:
-    """Handlers do nothing; the numbers arrive as bytes on a pipe."""
-
-    def __init__(self) -> None:
-        self.read_end, write_end = os.pipe()
-        for fd in (self.read_end, write_end):
-            os.set_blocking(fd, False)
-        signal.set_wakeup_fd(write_end)
-        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            signal.signal(s, lambda *_: None)
-
-    def take(self) -> list[signal.Signals]:
-        try:
-            return [signal.Signals(b) for b in os.read(self.read_end, 64)]
-        except BlockingIOError:
-            return []
-
-
 def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
     cluster, r = config["cluster"], config["resilience"]
     return p.Settings(
@@ -94,6 +82,8 @@ def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
         start_timeout=r["start_timeout"],
         save_timeout=r["save_timeout"],
         eval_timeout=r["eval_timeout"],
+        # The agents load torch and the trainer: part of the start.
+        gather_timeout=r["start_timeout"],
         # Without Slurm nobody else has a word on a lost node.
         verdict_timeout=0.0 if is_local else 300.0,
         closed_timeout=0.0 if is_local else 20.0,
@@ -110,7 +100,7 @@ class Supervisor:
         submission: Submission,
         events: EventLog,
         job_id: str | None,
-        signals: Signals,
+        signals: SignalPipe,
     ) -> None:
         self.run, self.attempt, self.submission, self.events = run, attempt, submission, events
         self.job_id, self.signals = job_id, signals
@@ -120,11 +110,16 @@ class Supervisor:
         self.lease = float(self.config["resilience"]["lease"])
         self.token = secrets.token_hex(16)
         self.agents = Agents(self.token, self.config, self.lease)
+        self.agents.watch(signals.read_end)
+        self.desk = Desk(job_id) if job_id is not None else None
+        if self.desk is not None:
+            self.agents.watch(self.desk.read_end)
         self.ends_at: float | None = None  # wall clock
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.exit_code: int | None = None
         self.interrupts = 0
         self.launch_ended = False
+        self._ticked = 0.0
         self._next_fence = 0.0
 
     def serve(self) -> int:
@@ -134,14 +129,16 @@ class Supervisor:
             return self.exit_code
         launch = launch_agents(self.run, self.attempt, self.config, self.agents.addresses, self.token, self.job_id)
         if os.environ.get(WARNED):
-            self._warn("the warning came while the job was starting")
+            self._ask("warning", "the warning came while the job was starting")
         tracker = start_tracker(self.run, self.config)
         try:
             while self.exit_code is None:
                 self._turn(launch)
+                self.agents.keepalive.beat()
         finally:
             self.agents.quit()
             launch.end()
+            self.agents.close()
             # After a requeue SIGKILL follows soon; what the tracker has not sent, the next one sends.
             stop_tracker(tracker, 5.0 if self.exit_code == EXIT_REQUEUE else TRACKER_PATIENCE)
         return self.exit_code
@@ -158,12 +155,9 @@ class Supervisor:
             "submission": self.submission.number,
             "time": time.time(),
         }
-        if self.job_id is not None:
-            info = jobinfo.query(self.job_id)
-            self.ends_at = info.time("EndTime") if info else None
-            record["ends_at"] = self.ends_at
         create_json(self.attempt.start, record)
         self.events.write("attempt_started", **record)
+        self._ask("start")
 
     def _refuse_requeues(self) -> bool:
         """Stop a run that is started over and over: by count, or because nothing comes of it."""
@@ -173,12 +167,10 @@ class Supervisor:
         reason = None
         if len(earlier) > limits["max_requeues"]:
             reason = f"requeued {len(earlier)} times (resilience.max_requeues={limits['max_requeues']})"
-        elif len(earlier) >= limits["max_fruitless"] and not any(
-            map(has_progress, earlier[-limits["max_fruitless"] :])
-        ):
-            last = Outcome.read(earlier[-1])
+        elif len(fruitless := trailing_fruitless(earlier)) >= limits["max_fruitless"]:
+            last = Outcome.read(fruitless[-1])
             why = f"; the last one: {last.reason}" if last else ""
-            reason = f"{limits['max_fruitless']} attempts in a row made no step (resilience.max_fruitless){why}"
+            reason = f"{len(fruitless)} attempts in a row made no step (resilience.max_fruitless){why}"
         if reason is None:
             return False
         self._finish(
@@ -188,13 +180,14 @@ class Supervisor:
 
     # The loop.
 
-    def _turn(self, launch: Any) -> None:
-        channels = [self.signals.read_end, *self.agents.waitables()]
-        readable, _, _ = select.select(channels, [], [], TICK)
+    def _turn(self, launch: Launch) -> None:
+        readable = self.agents.wait(TICK)
         for s in self.signals.take():
             self._signalled(s)
+        for question, info in self.desk.answers() if self.desk is not None else []:
+            self._answered(question, info)
         for event in self.agents.read(readable):
-            if isinstance(event, str):
+            if isinstance(event, AgentSignalled):
                 self._agent_signalled(event)
             else:
                 self._feed(event)
@@ -206,38 +199,53 @@ class Supervisor:
         now = time.monotonic()
         if now >= self._next_fence:
             self._next_fence = now + FENCE_EVERY
-            if not self.fence.is_current():
-                self._feed(p.Superseded())
-        if self.ends_at is not None and self.state.stop is None:
-            left = self.ends_at - time.time()
-            if left < self.state.settings.warning - CLOCK_WARNING_SLACK:
-                self._feed(p.Warned(Cause.TIME_LIMIT, "the time limit is near", left))
-        self._feed(p.Tick())
+            with contextlib.suppress(OSError):  # storage that does not answer says nothing of a later attempt
+                if not self.fence.is_current():
+                    self._feed(p.Superseded())
+        if now - self._ticked >= TICK:
+            self._ticked = now
+            self._look_at_the_clock()
+            self._feed(p.Tick())
+
+    def _look_at_the_clock(self) -> None:
+        """Should Slurm's warning not come: near the end as we know it, ask whether that still holds."""
+        if self.ends_at is None or self.state.stop is not None:
+            return
+        if self.ends_at - time.time() < self.state.settings.warning - CLOCK_WARNING_SLACK:
+            self.ends_at = None  # until the answer
+            self._ask("clock")
 
     def _feed(self, event: p.Event) -> None:
         if self.exit_code is not None:
             return
         self.state, actions = decide(self.state, event, time.monotonic())
-        for action in actions:
+        # What stops or saves workers comes first: storage may be slow to take the record.
+        for action in sorted(actions, key=_urgency):
             self._do(action)
 
     def _do(self, action: p.Action) -> None:
         match action:
             case p.Note():
                 self.events.write(action.event, **action.fields)
-                print(f"supervisor: {action.event} {dict(action.fields)}", flush=True)
+                _say(f"{action.event} {dict(action.fields)}")
             case p.Finish():
                 self._finish(action)
             case p.AskSlurm():
-                self._terminated(action.by)
+                self._ask("launch")
             case _:
                 self.agents.do(action, self.state.settings)
 
-    # Signals.
+    # Signals, and what Slurm says to them.
+
+    def _ask(self, about: str, by: str = "") -> None:
+        if self.desk is not None and self.exit_code is None:
+            self.desk.ask(Question(about, by))
+        elif self.desk is None and about == "warning":
+            self._answered(Question(about, by), None)
 
     def _signalled(self, s: signal.Signals) -> None:
         if s in (signal.SIGUSR1, signal.SIGUSR2):
-            self._warn(f"warned by {s.name}")
+            self._warned(f"warned by {s.name}")
         elif s is signal.SIGTERM:
             self._terminated("batch")
         elif s is signal.SIGINT:
@@ -247,35 +255,48 @@ class Supervisor:
             else:
                 self._terminated("batch")
 
-    def _agent_signalled(self, node: str) -> None:
-        # On preemption with grace Slurm signals the steps' tasks and not the batch script.
-        if self.job_id is not None and self.state.stop is None:
-            self._terminated(node)
+    def _agent_signalled(self, e: AgentSignalled) -> None:
+        if self.job_id is None:
+            return  # without Slurm only the supervisor is spoken to
+        if e.signal in ("SIGUSR1", "SIGUSR2"):
+            self._warned(f"node {e.node} was warned by {e.signal}")
+        elif self.state.stop is None:
+            # On preemption with grace Slurm signals the steps' tasks and not the batch script.
+            self._terminated(e.node)
 
-    def _warn(self, how: str) -> None:
-        """Slurm sends the same signal before the time limit and at a preemption: ask which it is."""
-        if self.state.stop is not None:
-            return
-        info = jobinfo.query(self.job_id) if self.job_id else None
-        if info is not None and info.time("PreemptTime") is not None:
-            self._feed(p.Warned(Cause.PREEMPTED, f"preempted ({how})", info.seconds_left))
-            return
-        left = info.seconds_left if info else self.state.settings.warning
-        self._feed(p.Warned(Cause.TIME_LIMIT, f"the time limit is near ({how})", left))
+    def _warned(self, how: str) -> None:
+        if self.state.stop is None:
+            self._ask("warning", how)
 
     def _terminated(self, by: str) -> None:
-        if self.submission.is_cancelled or (self.job_id is None and by == "batch"):
+        if self.desk is None or self.submission.is_cancelled:
             self._feed(p.Terminated(p.JobFate.CANCELLED, by))
-            return
-        if self.job_id is None:
-            return  # no Slurm to ask: verdict_timeout, zero here, decides
-        info = jobinfo.query(self.job_id)
-        if info is None:
-            time.sleep(1.0)
-            info = jobinfo.query(self.job_id)
+        else:
+            # One question for all nodes that are signalled at once.
+            self._ask("terminated", "batch" if by == "batch" else "agents")
+
+    def _answered(self, question: Question, info: jobinfo.JobInfo | None) -> None:
         fate = jobinfo.fate(info, self.restarts) if info else p.JobFate.UNKNOWN
         left, evidence = (info.seconds_left, info.evidence) if info else (None, {})
-        self._feed(p.Terminated(fate, by, left, evidence))
+        match question.about:
+            case "start":
+                self.ends_at = info.time("EndTime") if info else None
+            case "clock":
+                self.ends_at = info.time("EndTime") if info else None
+                if left is None or left < self.state.settings.warning:
+                    self._feed(p.Warned(Cause.TIME_LIMIT, "the time limit is near", left))
+            case "warning":
+                # Slurm sends the same signal before the time limit and at a preemption.
+                is_preempted = info is not None and info.time("PreemptTime") is not None
+                cause, what = (
+                    (Cause.PREEMPTED, "preempted") if is_preempted else (Cause.TIME_LIMIT, "the time limit is near")
+                )
+                left = self.state.settings.warning if info is None else left
+                self._feed(p.Warned(cause, f"{what} ({question.by})", left))
+            case "terminated":
+                self._feed(p.Terminated(fate, question.by, left, evidence))
+            case "launch":
+                self._feed(p.SlurmSaid(fate, evidence))
 
     # The end.
 
@@ -289,17 +310,25 @@ class Supervisor:
                 is_cancelled = error == _CANCELLED
                 cause, code = (Cause.CANCELLED, EXIT_CANCELLED) if is_cancelled else (outcome.cause, EXIT_FAILED)
                 outcome = replace(outcome, cause=cause, next=Next.NOTHING, exit_code=code, reason=reason)
-        if outcome.write(self.attempt):
+        self.exit_code = outcome.exit_code
+        try:
+            is_first = outcome.write(self.attempt)
+        except OSError as e:
+            _say(f"the outcome could not be written: {e}")
+            is_first = True
+        if is_first:
             fields = {"cause": outcome.cause.value, "next": outcome.next.value, "reason": outcome.reason}
             self.events.write("attempt_ended", **fields, step=outcome.step, saved_step=outcome.saved_step)
-        print(f"supervisor: {outcome.cause.value}: {outcome.reason} (next: {outcome.next.value})", flush=True)
-        self.exit_code = outcome.exit_code
+        _say(f"{outcome.cause.value}: {outcome.reason} (next: {outcome.next.value})")
 
     def _requeue(self) -> str | None:
         """None if the job will start again, by our request or already by Slurm's."""
         assert self.job_id is not None
-        if self.submission.is_cancelled:
-            return _CANCELLED
+        with contextlib.suppress(OSError):
+            if self.submission.is_cancelled:
+                return _CANCELLED
+            if not self.fence.is_current():
+                return "a later attempt of this run exists"
         info = jobinfo.query(self.job_id)
         fate = jobinfo.fate(info, self.restarts) if info else p.JobFate.UNKNOWN
         if fate is p.JobFate.CANCELLED:
@@ -318,9 +347,34 @@ def _start_ticks() -> int:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def has_progress(attempt: AttemptDir) -> bool:
-    """Whether the attempt completed any step."""
-    return any(path.stat().st_size for _, path in attempt.all_metrics())
+def _urgency(action: p.Action) -> int:
+    return 1 if isinstance(action, p.Note) else 2 if isinstance(action, p.Finish) else 0
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"supervisor: {text}", flush=True)
+
+
+def trailing_fruitless(attempts: list[AttemptDir]) -> list[AttemptDir]:
+    """The newest attempts in a row that completed no step. Preemptions and node failures neither count nor interrupt:
+    they are the site's doing."""
+    found: list[AttemptDir] = []
+    for attempt in reversed(attempts):
+        if any(path.stat().st_size for _, path in attempt.all_metrics()):
+            break
+        outcome = Outcome.read(attempt)
+        if outcome is None or outcome.cause not in (Cause.PREEMPTED, Cause.NODE_FAILURE):
+            found.insert(0, attempt)
+    return found
+
+
+def is_finished_already(run: RunDir, submission: Submission) -> bool:
+    """Slurm may requeue a job that was finished inside its preemption grace."""
+    last = last_outcome(run)
+    if last is None or last[1] is None or last[1].cause is not Cause.FINISHED:
+        return False
+    return _submission_of(last[0]) == submission.number
 
 
 def _submission_of(attempt: AttemptDir) -> int | None:

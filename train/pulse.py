@@ -6,7 +6,6 @@ launcher/run/heartbeat.py). No thread, no system call on the hot path. Without a
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import deque
@@ -32,7 +31,6 @@ class Pulse:
         self._began = 0.0
         self._recent: deque[float] = deque(maxlen=31)
         self._median = 0.0
-        self._parent = os.getppid()
         self._beat()
 
     def _beat(self) -> None:

@@ -71,7 +71,7 @@ class _Prefixed:
 
 
 def main(spec: dict[str, Any], channel: Channel, segment_fd: int) -> int:
-    """Entry of a forked worker; returns its exit code. `spec`: see `start` in docs/architecture.md, "Messages"."""
+    """Entry of a forked worker; returns its exit code. `spec`: `spec` of `fork` in docs/architecture.md, "Messages"."""
     assert sys.__stdout__ is not None and sys.__stderr__ is not None  # noqa: PT018
     faulthandler.enable(file=sys.__stderr__)
     run = RunDir(Path(spec["run"]))

@@ -6,6 +6,7 @@ device, so that a fork is safe: no thread pool, no CUDA context. It dies with it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -102,8 +103,9 @@ def _fork(
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a full disk does not change how a worker ended
+            sys.stdout.flush()
+            sys.stderr.flush()
         # Not sys.exit: the child must not run what the zygote registered for its own end.
         os._exit(code)
 

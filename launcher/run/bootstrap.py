@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -166,6 +167,8 @@ def frozen_code(run_dir: Path) -> list[str]:
 def main(argv: list[str]) -> None:
     if not argv:
         raise BootstrapError("usage: python RUN_DIR/bootstrap.py MODULE [ARGUMENTS...]")
+    # Slurm warns only once: a signal that comes while we unpack is kept for the module.
+    signal.signal(signal.SIGUSR1, lambda *_: os.environ.update(STOKER_WARNED="1"))
     here = Path(__file__).resolve().parent
     entries = frozen_code(here)
     # `python -m` in a child looks into the current directory first: a clone may lie there, but not in a run directory.

@@ -5,6 +5,8 @@ Owns: the record's common fields and appending. What users read as the run's eve
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,11 @@ class EventLog:
     writer: str
     attempt: int
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, /, **fields: Any) -> None:
+        """Append an event. A full or failing disk costs the event, told on standard error, and never the run."""
         record = {"time": round(time.time(), 3), "writer": self.writer, "attempt": self.attempt, "event": event}
-        append_line(self.path, to_json(record | fields))
+        try:
+            append_line(self.path, to_json(fields | record))
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                print(f"event {event} is not recorded: {e}", file=sys.stderr, flush=True)

@@ -22,9 +22,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SEGMENT_BYTES = 4096
-_HEARTBEAT = struct.Struct("<IIIIqQdd")  # version, generation, phase, micro, step, collective sequence, time, median
-_CONTROL = struct.Struct("<IIqII")  # version, generation, stop step, committed, save
 _VERSION = struct.Struct("<I")
+# The fields stand beside the version, not in one struct with it: pack_into clears its target before it fills it, and a
+# reader must not see an even version there meanwhile.
+_FIELDS_AT = 8
+_HEARTBEAT = struct.Struct("<IIIxxxxqQdd")  # generation, phase, micro, step, collective sequence, time, median
+_CONTROL = struct.Struct("<IxxxxqII")  # generation, stop step, committed, save
 _CONTROL_AT = 64
 NO_STOP = -1
 
@@ -83,15 +86,15 @@ class Segment:
     def _write(self, layout: struct.Struct, at: int, fields: tuple[float, ...]) -> None:
         version = _VERSION.unpack_from(self._map, at)[0] | 1
         _VERSION.pack_into(self._map, at, version)
-        layout.pack_into(self._map, at, version, *fields)
+        layout.pack_into(self._map, at + _FIELDS_AT, *fields)
         _VERSION.pack_into(self._map, at, (version + 1) & 0xFFFFFFFF)
 
     def _read(self, layout: struct.Struct, at: int) -> tuple[float, ...] | None:
         for _ in range(1000):
             before = _VERSION.unpack_from(self._map, at)[0]
-            fields = layout.unpack_from(self._map, at)
+            fields = layout.unpack_from(self._map, at + _FIELDS_AT)
             if before % 2 == 0 and _VERSION.unpack_from(self._map, at)[0] == before:
-                return fields[1:]
+                return fields
             time.sleep(0.0001)
         return None  # its writer died in the middle of a write
 

@@ -7,8 +7,12 @@ Owns: framing. Which messages there are stands in docs/architecture.md, "Message
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .files import to_json
@@ -22,11 +26,15 @@ class Closed(ConnectionError):
 
 
 class Channel:
-    """A connected stream socket that speaks JSON lines. `receive` never blocks; select on it first."""
+    """A connected stream socket that speaks JSON lines. `receive` never blocks; select on it first.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
+    `send` may be called by several threads. `max_line`: bytes that a line may have; to be kept small for strangers.
+    """
+
+    def __init__(self, sock: socket.socket, max_line: int = MAX_LINE) -> None:
+        self.sock, self.max_line = sock, max_line
         self._buffer = bytearray()
+        self._sending = threading.Lock()
         self.fds: list[int] = []  # descriptors that came in with the lines read so far; the taker removes them
 
     def fileno(self) -> int:
@@ -36,12 +44,17 @@ class Channel:
         self.sock.close()
 
     def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send one message; blocks while the other side does not read.
+        """Send one message; blocks while the other side does not read, up to the socket's timeout.
 
         Raises:
-            Closed: the other side is gone.
+            Closed: the other side is gone, or did not read in time. Part of the message may have been sent: the
+                channel is of no use any more.
         """
         data = to_json(message).encode() + b"\n"
+        with self._sending:
+            self._send_all(data, fds)
+
+    def _send_all(self, data: bytes, fds: tuple[int, ...]) -> None:
         try:
             if fds:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -73,8 +86,10 @@ class Channel:
         if not data:
             raise Closed("end of stream")
         self._buffer += data
-        if len(self._buffer) > MAX_LINE:
-            raise Closed(f"a line of over {MAX_LINE} bytes")
+        if len(self._buffer) > self.max_line:
+            raise Closed(f"a line of over {self.max_line} bytes")
+        if b"\n" not in data:
+            return []
         *lines, rest = self._buffer.split(b"\n")
         self._buffer = bytearray(rest)
         try:
@@ -84,3 +99,30 @@ class Channel:
         if not all(isinstance(m, dict) for m in messages):
             raise Closed("not a JSON object")
         return messages
+
+
+class Keepalive(threading.Thread):
+    """Sends `message` once a second to whoever `channels` names, so that a lease does not hang on a main loop that
+    waits for storage or for Slurm. A main loop that has not called `beat` for `stall_limit` seconds is beyond help:
+    then it falls silent too."""
+
+    def __init__(self, message: Message, channels: Callable[[], Sequence[Channel]], stall_limit: float = 600.0) -> None:
+        super().__init__(name="keepalive", daemon=True)
+        self._message, self._channels, self._stall_limit = message, channels, stall_limit
+        self._beaten = time.monotonic()
+        self._stopped = threading.Event()
+
+    def beat(self) -> None:
+        self._beaten = time.monotonic()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def run(self) -> None:
+        while not self._stopped.wait(1.0):
+            if time.monotonic() - self._beaten > self._stall_limit:
+                continue
+            for channel in self._channels():
+                # Whoever cannot be reached is noticed by the main loop.
+                with contextlib.suppress(Closed):
+                    channel.send(self._message)

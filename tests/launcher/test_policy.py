@@ -45,8 +45,8 @@ class Scene:
 
     def status(
         self, rank: int, step: int, phase: Phase = Phase.STEP, sequence: int = 0, age: float = 0.0, median: float = 0.1
-    ) -> p.RankStatus:
-        return p.RankStatus(self.state.generation, rank, step, phase, sequence, age, median)
+    ) -> p.NodeStatus:
+        return p.NodeStatus((p.RankStatus(self.state.generation, rank, step, phase, sequence, age, median),))
 
     def report(self, rank: int, event: str, **fields: object) -> p.RankReport:
         return p.RankReport(self.state.generation, rank, event, **fields)  # type: ignore[arg-type]
@@ -61,18 +61,18 @@ class Scene:
 
 def test_workers_start_once_every_agent_and_the_store_are_ready() -> None:
     s = Scene()
-    assert s.feed(p.AgentJoined("n10", "10.0.0.10")) == [p.StartStore("n10")]
-    assert s.feed(p.AgentJoined("n2", "10.0.0.2"), p.AgentReady("n2"), p.AgentReady("n10")) == []
+    assert s.feed(p.AgentJoined("n10", "10.0.0.10"), p.AgentReady("n10")) == []
+    assert s.feed(p.AgentJoined("n2", "127.0.1.1"), p.AgentReady("n2")) == [p.StartStore("n10")]
     assert s.feed(p.StoreUp("10.0.0.10", 4000)) == [p.Form(1, {"n2": 0, "n10": 1}, ("10.0.0.10", 4000))]
 
 
 def test_agents_that_do_not_come_requeue_the_run_and_name_those_that_did() -> None:
     s = Scene()
     s.feed(p.AgentJoined("n1", "a"), p.AgentReady("n1"))
-    assert s.feed(p.Tick(), at=299.0) == []
-    outcome = s.finish(s.feed(p.Tick(), at=301.0)).outcome
+    assert s.feed(p.Tick(), at=899.0) == []
+    outcome = s.finish(s.feed(p.Tick(), at=901.0)).outcome
     assert (outcome.cause, outcome.next, outcome.exit_code) == (Cause.LAUNCH_FAILED, Next.REQUEUE, 75)
-    assert "only 1 of 2 nodes were ready after 300 s (n1)" in outcome.reason
+    assert "only 1 of 2 nodes were ready after 900 s (n1)" in outcome.reason
 
 
 def test_a_finished_run_exits_zero_and_is_not_requeued() -> None:
@@ -232,6 +232,37 @@ def test_a_save_that_is_not_done_in_time_is_given_up_before_the_end() -> None:
     assert s.feed(p.Tick(), at=1093.0) == [p.KillWorkers(1)]
 
 
+def test_workers_that_do_not_die_before_the_end_do_not_cost_the_requeue() -> None:
+    s = Scene().running(step=7)
+    s.feed(warned(100.0), at=1000.0)
+    s.feed(p.Tick(), at=1093.0)
+    assert s.feed(p.Tick(), at=1094.0) == []
+    assert s.finish(s.feed(p.Tick(), at=1096.0)).ask is True
+
+
+def test_sigterm_at_the_end_of_a_warned_stop_still_requeues() -> None:
+    for fate in (p.JobFate.UNKNOWN, p.JobFate.TIME_LIMIT):
+        s = Scene().running(step=7)
+        s.feed(warned())
+        finish = s.finish(s.feed(p.Terminated(fate, "batch")))
+        assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.TIME_LIMIT, Next.REQUEUE, True)
+
+
+def test_a_node_lost_during_a_warned_stop_is_requeued_by_the_deadline() -> None:
+    s = Scene().running(step=7)
+    s.feed(warned(100.0), at=1000.0)
+    s.feed(p.AgentLost("n2", "no word"))
+    assert s.finish(s.feed(p.Tick(), at=1093.0)).ask is True
+
+
+@pytest.mark.parametrize("cause", [Cause.SUPERSEDED, Cause.DIVERGED])
+def test_what_must_not_start_again_does_not_because_of_a_warning(cause: Cause) -> None:
+    s = Scene().running(step=7)
+    s.feed(warned())
+    s.feed(s.report(0, "failed", cause=cause, error="why"))
+    assert s.finish(s.feed(s.exited(0, 1), s.exited(1, None, "SIGKILL"))).outcome.next is Next.NOTHING
+
+
 def test_a_crash_during_a_warned_stop_does_not_start_another_generation() -> None:
     s = Scene().running(step=7)
     s.feed(warned())
@@ -300,21 +331,35 @@ def lose_all(s: Scene, code: int = 137) -> list[p.Action]:
 
 def test_scancel_of_the_step_takes_all_agents_and_means_stop() -> None:
     s = Scene().running(step=7)
-    assert lose_all(s)[-1] == p.AskSlurm("launch")
-    outcome = s.finish(s.feed(p.Terminated(p.JobFate.RUNNING, "launch"))).outcome
+    assert lose_all(s)[-1] == p.AskSlurm()
+    outcome = s.finish(s.feed(p.SlurmSaid(p.JobFate.RUNNING))).outcome
     assert (outcome.cause, outcome.next, outcome.exit_code) == (Cause.CANCELLED, Next.NOTHING, 143)
+
+
+def test_agents_that_die_by_themselves_are_no_cancellation() -> None:
+    s = Scene().running(step=7)
+    lose_all(s, code=1)
+    finish = s.finish(s.feed(p.SlurmSaid(p.JobFate.RUNNING)))
+    assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.NODE_FAILURE, Next.REQUEUE, True)
+
+
+def test_agents_lost_during_a_warned_stop_are_requeued() -> None:
+    s = Scene().running(step=7)
+    s.feed(warned())
+    lose_all(s)
+    assert s.finish(s.feed(p.SlurmSaid(p.JobFate.UNKNOWN))).outcome.next is Next.REQUEUE
 
 
 def test_all_agents_lost_because_slurm_requeued_is_not_a_cancellation() -> None:
     s = Scene().running(step=7)
     lose_all(s)
-    assert s.finish(s.feed(p.Terminated(p.JobFate.REQUEUED, "launch"))).outcome.next is Next.REQUEUE
+    assert s.finish(s.feed(p.SlurmSaid(p.JobFate.REQUEUED))).outcome.next is Next.REQUEUE
 
 
 def test_all_agents_lost_while_slurm_does_not_answer_waits() -> None:
     s = Scene().running(step=7)
     lose_all(s)
-    assert s.feed(p.Terminated(p.JobFate.UNKNOWN, "launch")) == []
+    assert s.feed(p.SlurmSaid(p.JobFate.UNKNOWN)) == []
     assert s.finish(s.feed(p.Tick(), at=301.0)).ask is True
 
 
@@ -327,8 +372,8 @@ def test_a_launch_that_fails_is_requeued(code: int, then: Next) -> None:
 
 def test_a_launch_that_is_killed_is_not_requeued_unasked() -> None:
     s = Scene()
-    assert s.feed(p.LaunchEnded(143)) == [p.AskSlurm("launch")]
-    assert s.finish(s.feed(p.Terminated(p.JobFate.RUNNING, "launch"))).outcome.next is Next.NOTHING
+    assert s.feed(p.LaunchEnded(143)) == [p.AskSlurm()]
+    assert s.finish(s.feed(p.SlurmSaid(p.JobFate.RUNNING))).outcome.next is Next.NOTHING
 
 
 def test_killed_at_the_time_limit_without_warning_still_goes_on() -> None:
@@ -362,7 +407,10 @@ def test_any_order_of_events_ends_in_at_most_one_finish_and_never_raises(seed: i
         event = rng.choice(
             [
                 p.Tick(),
-                p.RankStatus(generation, rank, step, rng.choice(list(Phase)), step, rng.choice([0.0, 2000.0]), 0.1),
+                p.NodeStatus(
+                    (p.RankStatus(generation, rank, step, rng.choice(list(Phase)), step, rng.choice([0.0, 2e3]), 0.1),)
+                ),
+                p.SlurmSaid(rng.choice(list(p.JobFate))) if rng.random() < 0.1 else p.Tick(),
                 p.RankReport(generation, rank, "ended", step=step, finished=False),
                 p.RankReport(generation, rank, "peer_lost", error="x"),
                 p.RankReport(generation, rank, "failed", error="x"),
