@@ -1,0 +1,52 @@
+"""Questions to Slurm: one RPC at a time, and nobody waits for it."""
+
+from __future__ import annotations
+
+import select
+import threading
+
+from stoker.launcher.desk import Desk, Question
+from stoker.launcher.jobinfo import JobInfo, parse
+
+
+def answers(desk: Desk, count: int) -> list[tuple[Question, JobInfo | None]]:
+    found: list[tuple[Question, JobInfo | None]] = []
+    while len(found) < count:
+        assert select.select([desk.read_end], [], [], 10.0)[0]
+        found += desk.answers()
+    return found
+
+
+def test_questions_that_come_during_an_rpc_share_the_next_one() -> None:
+    going, calls = threading.Event(), []
+
+    def slow(job: str) -> JobInfo:
+        calls.append(job)
+        assert going.wait(10.0)
+        return parse(f"JobState=RUNNING Restarts={len(calls)}")
+
+    desk = Desk("7", slow)
+    desk.ask(Question("warning"))
+    while not calls:
+        pass
+    for _ in range(100):
+        desk.ask(Question("terminated", "agents"))
+    desk.ask(Question("terminated", "batch"))
+    assert desk.answers() == []
+    going.set()
+    found = {q: info.fields["Restarts"] for q, info in answers(desk, 3) if info}
+    # What was asked after the first RPC began must not be answered by it.
+    assert found == {
+        Question("warning"): "1",
+        Question("terminated", "agents"): "2",
+        Question("terminated", "batch"): "2",
+    }
+    assert calls == ["7", "7"]
+
+
+def test_no_answer_is_tried_once_more_and_then_said() -> None:
+    calls = []
+    desk = Desk("7", lambda job: calls.append(job))
+    desk.ask(Question("start"))
+    assert answers(desk, 1) == [(Question("start"), None)]
+    assert calls == ["7", "7"]
