@@ -57,13 +57,21 @@ class Drill:
     seconds: int = 30  # roughly, to begin with the longest
 
 
+def _wait(trial: Trial, is_there: Callable[[], object], what: str) -> None:
+    """Poll; raises TimeoutError with the run's story, at once if the run is over without it."""
+    wait_for(lambda: is_there() or trial.is_over(), lambda: f"{what} of {trial.story()}")
+    if not is_there():
+        raise TimeoutError(f"the run ended before {what}: {trial.story()}")
+
+
 # The allocation's end.
 
 
 def time_limit(lab: Lab, name: str) -> Disturbed:
     # Slurm looks at time limits every 30 s: the warning comes 60 to 90 s before the end of these two minutes.
     trial = lab.launch(name, "cluster.time=2", failpoints="step@attempt=1:pause-2000")
-    return Disturbed(trial, trial.wait_event("warned")["time"])
+    _wait(trial, lambda: trial.events("warned"), "a warning")
+    return Disturbed(trial, trial.events("warned")[0]["time"])
 
 
 def warning(lab: Lab, name: str) -> Disturbed:
@@ -149,7 +157,7 @@ def mid_save(lab: Lab, name: str) -> Disturbed:
     slow = f"checkpoint.write@step={step}@rank={lab.last_rank}@attempt=1:pause-4000"
     trial = lab.launch(name, failpoints=f"{PAUSE},{slow}")
     unfinished = f".tmp-step-{step:08d}-*"
-    wait_for(lambda: list(trial.dir.checkpoints.glob(unfinished)), lambda: f"a save in {trial.story()}")
+    _wait(trial, lambda: list(trial.dir.checkpoints.glob(unfinished)), "a save")
     lost = _lose(lab, trial, trial.nodes()[-1])
 
     def also() -> list[str]:
@@ -164,7 +172,7 @@ def mid_save(lab: Lab, name: str) -> Disturbed:
 
 def _stopped_at(trial: Trial) -> float:
     """When the first generation ended its last step, after which a failpoint struck."""
-    trial.wait_event("trouble")
+    _wait(trial, lambda: trial.events("trouble"), "trouble")
     return measure.passes(trial.dir)[0].steps[-1][1]
 
 
@@ -210,7 +218,7 @@ def damaged(lab: Lab, name: str, damage: Callable[[Path], None]) -> Disturbed:
     points = f"step@step={step - 1}@rank={rank}@generation=1:pause-5000,step@step={step}@rank={rank}@generation=1:kill"
     trial = lab.launch(name, failpoints=f"{PAUSE},{points}")
     newest = CheckpointName(saved, 1)
-    wait_for(lambda: newest in trial.dir.all_checkpoints(), lambda: f"{newest} of {trial.story()}")
+    _wait(trial, lambda: newest in trial.dir.all_checkpoints(), f"checkpoint {newest}")
     damage(trial.dir.checkpoint(newest))
 
     def also() -> list[str]:
