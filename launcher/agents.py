@@ -161,8 +161,9 @@ class Agents:
             welcome = {"kind": "welcome", "answer": answer(self._token, str(m["nonce"])), "config": self._config}
             agent.node, agent.address = str(m["node"]), str(m["address"])
             agent.channel.max_line = MAX_LINE
-            yield p.AgentJoined(agent.node, agent.address)
-            self._send(agent, welcome)
+            # Before anything that may be asked of it because it has joined.
+            if self._send(agent, welcome):
+                yield p.AgentJoined(agent.node, agent.address)
             return
         match m["kind"]:
             case "ready":

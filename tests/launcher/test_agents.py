@@ -79,6 +79,19 @@ def test_an_agent_and_its_news(agents: Agents) -> None:
     assert read(agents) == [p.AgentLost("n1", "connection lost (end of stream)", is_closed=True)]
 
 
+def test_the_welcome_comes_before_anything_that_follows_from_joining(agents: Agents) -> None:
+    channel = Channel(socket.create_connection(("127.0.0.1", port(agents))))
+    nonce = receive(channel, agents, "challenge")["nonce"]
+    channel.send({"kind": "hello", "answer": answer(TOKEN, nonce), "nonce": "n", "node": "n1", "address": "10.0.0.1"})
+    for event in agents.read(agents.wait(5.0)):
+        assert event == p.AgentJoined("n1", "10.0.0.1")
+        agents.do(p.StartStore("n1"), p.Settings(1, 1, True))
+    kinds: list[str] = []
+    while len(kinds) < 2:
+        kinds += [m["kind"] for m in channel.receive()]
+    assert kinds[:2] == ["welcome", "store"]
+
+
 def test_an_agent_that_falls_silent_is_lost_after_the_lease(agents: Agents) -> None:
     channel, _ = join(agents, "n1")
     agents._lease = 0.2
