@@ -135,14 +135,14 @@ def _await_end(run: RunDir, live: Sequence[Submission], processes: Sequence[Proc
     def is_gone() -> bool:
         return not live_jobs(live) and not any(p.is_alive() for p in processes)
 
-    if not _poll(is_gone, timeout):
+    if not poll(is_gone, timeout):
         print(f"{run.path}: marked as cancelled; {', '.join(names)} did not end within {timeout:g} s")
         return EXIT_FAILED
     print(f"{run.path}: cancelled{'; ' if names else ''}{', '.join(names)}{' ended' if names else ''}")
     return EXIT_FINISHED
 
 
-def _poll(condition: Callable[[], bool], limit: float) -> bool:
+def poll(condition: Callable[[], bool], limit: float) -> bool:
     deadline, pause = time.monotonic() + limit, _PAUSE_FIRST
     while not condition():
         if time.monotonic() > deadline:

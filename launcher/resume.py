@@ -14,7 +14,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from .cancel import learn_jobs, live_jobs, local_processes
+from .cancel import learn_jobs, live_jobs, local_processes, poll
 from .errors import UserError, environment_error
 from .find import find_run
 from .launch import start_here, submit_frozen, wait
@@ -25,6 +25,7 @@ from .run.outcome import EXIT_FINISHED
 from .run.submissions import Submission, new_submission, submissions
 from .state import State, jobs_of, look
 
+CLEARING = 90.0  # seconds; KillWait is 30 by default
 # What may change without making it another run.
 ALLOWED = ("cluster.", "tracking.", "resilience.", "checkpoint.", "train.steps")
 
@@ -99,6 +100,10 @@ def refuse_if_alive(run: RunDir) -> None:
     found = submissions(run)
     learn_jobs(found)
     state = look(run, jobs_of(found[-1:]))
+    if state.is_over and (ending := live_jobs(found)):
+        # Its last word is spoken; Slurm is still clearing up after it.
+        print(f"waiting for job {', '.join(s.job_id or '?' for s in ending)} to leave the queue", flush=True)
+        poll(lambda: not live_jobs(ending), CLEARING)
     live = [f"job {s.job_id}" for s in live_jobs(found)]
     live += [f"process {p.pid} on {p.host}" for p in local_processes(found) if p.is_alive() is not False]
     cancel = f"stoker cancel {shlex.quote(str(run.path))}"
