@@ -86,12 +86,11 @@ class Channel:
         if not data:
             raise Closed("end of stream")
         self._buffer += data
-        if len(self._buffer) > self.max_line:
+        # Many short lines may have come at once: it is the single line that must not be too long.
+        *lines, rest = self._buffer.split(b"\n") if b"\n" in data else [self._buffer]
+        if any(len(line) > self.max_line for line in (*lines, rest)):
             raise Closed(f"a line of over {self.max_line} bytes")
-        if b"\n" not in data:
-            return []
-        *lines, rest = self._buffer.split(b"\n")
-        self._buffer = bytearray(rest)
+        self._buffer = rest
         try:
             messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError) as e:  # not text, not JSON, or nested without end
