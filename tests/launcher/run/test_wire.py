@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             a = socket.create_connection(server.getsockname())
             b, _ = server.accept()
+    for s in (a, b):
+        s.settimeout(30)
     yield Channel(a), Channel(b)
     a.close()
     b.close()
@@ -63,18 +66,57 @@ def test_sending_to_one_who_left_is_told(pair: tuple[Channel, Channel]) -> None:
 def test_who_speaks_something_else_is_taken_for_lost(pair: tuple[Channel, Channel], data: bytes) -> None:
     a, b = pair
     a.sock.sendall(data)
-    with pytest.raises(Closed):
+    with pytest.raises(Closed, match="not a"):
         list(iter(b.receive, None))
 
 
-def test_a_line_without_end_is_not_kept_for_ever(
-    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "MAX_LINE", 1000)
-    a, b = pair
-    a.sock.sendall(b"x" * 2000)
+@pytest.mark.parametrize("data", [b"x" * 2000, b'{"n":1}\n' + b"x" * 1001, b"x" * 1001 + b"\n"])
+def test_a_line_that_is_too_long_is_not_kept(pair: tuple[Channel, Channel], data: bytes) -> None:
+    a, b = pair[0], Channel(pair[1].sock, max_line=1000)
+    a.sock.sendall(data)
     with pytest.raises(Closed, match="over 1000 bytes"):
         list(iter(b.receive, None))
+
+
+def test_many_short_lines_at_once_are_no_long_line(pair: tuple[Channel, Channel]) -> None:
+    a, b = pair[0], Channel(pair[1].sock, max_line=1000)
+    a.sock.sendall(b'{"n":1}\n' * 500)
+    got = b.receive()
+    while len(got) < 500:
+        got += b.receive()
+    assert got == [{"n": 1}] * 500
+
+
+def test_messages_of_several_threads_do_not_mix(pair: tuple[Channel, Channel]) -> None:
+    a, b = pair
+    text = "x" * 100_000  # more than a socket takes at once
+    threads = [threading.Thread(target=a.send, args=({"n": n, "text": text},)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    got = []
+    while len(got) < 8:
+        got += b.receive()
+    for thread in threads:
+        thread.join()
+    assert sorted(m["n"] for m in got) == list(range(8))
+    assert {m["text"] for m in got} == {text}
+
+
+def test_keepalive_speaks_until_its_main_loop_is_stalled(pair: tuple[Channel, Channel]) -> None:
+    a, b = pair
+    keepalive = wire.Keepalive({"kind": "alive"}, lambda: [a])
+    keepalive.start()
+    assert b.receive() == [{"kind": "alive"}]
+    keepalive._beaten -= 601  # seconds ago
+    b.sock.settimeout(2.5)
+    with pytest.raises(Closed, match="timed out"):
+        list(iter(b.receive, None))
+    b.sock.settimeout(30)
+    keepalive.beat()
+    assert b.receive() == [{"kind": "alive"}]
+    keepalive.stop()
+    keepalive.join(timeout=30)
+    assert not keepalive.is_alive()
 
 
 def test_descriptors_travel_with_a_message_over_a_unix_socket() -> None:
