@@ -65,11 +65,11 @@ def _greet(address: str, token: str, name: str, lease: float) -> tuple[Channel, 
     host, _, port = address.rpartition(":")
     channel = Channel(socket.create_connection((host, int(port)), timeout=10.0))
     try:
-        challenge = _next(channel)
+        challenge = channel.next()
         nonce = secrets.token_hex(16)
         hello = {"kind": "hello", "answer": answer(token, str(challenge["nonce"])), "nonce": nonce, "node": name}
         channel.send(hello | {"address": channel.sock.getsockname()[0], "pid": os.getpid()})
-        welcome = _next(channel)
+        welcome = channel.next()
         if not hmac.compare_digest(str(welcome["answer"]), answer(token, nonce)):
             raise Closed("somebody else listens there")
     except BaseException:
@@ -78,13 +78,6 @@ def _greet(address: str, token: str, name: str, lease: float) -> tuple[Channel, 
     # A supervisor that does not read for as long as the lease is as good as gone.
     channel.sock.settimeout(lease)
     return channel, welcome["config"]
-
-
-def _next(channel: Channel) -> dict[str, Any]:
-    while True:
-        for message in channel.receive():
-            if message["kind"] != "ping":
-                return message
 
 
 class Agent:
@@ -133,7 +126,7 @@ class Agent:
         for s in self.signals.take():
             self.events.write("signal", name=s.name)
             self.supervisor.send({"kind": "signal", "name": s.name})
-        if self.supervisor in readable:
+        if self.supervisor in readable or self.supervisor.has_unread:
             self.heard = now
             for message in self.supervisor.receive():
                 if message["kind"] == "quit":

@@ -155,6 +155,5 @@ def _fate_outcome(state: State, fate: JobFate) -> Outcome:
         if s.can_requeue:
             return outcome_of(state, Cause.TIME_LIMIT, Next.REQUEUE, EXIT_REQUEUE, "killed at the time limit")
         return outcome_of(state, Cause.TIME_LIMIT, Next.NOTHING, EXIT_FAILED, "killed at the time limit")
-    return outcome_of(
-        state, Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, "cancelled (SIGTERM while the job was wanted)"
-    )
+    reason = "cancelled (SIGTERM, and Slurm does not start the job again)"
+    return outcome_of(state, Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, reason)

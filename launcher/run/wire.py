@@ -34,7 +34,9 @@ class Channel:
     def __init__(self, sock: socket.socket, max_line: int = MAX_LINE) -> None:
         self.sock, self.max_line = sock, max_line
         self._buffer = bytearray()
+        self._unread: list[Message] = []
         self._sending = threading.Lock()
+        self._is_broken = False
         self.fds: list[int] = []  # descriptors that came in with the lines read so far; the taker removes them
 
     def fileno(self) -> int:
@@ -52,6 +54,8 @@ class Channel:
         """
         data = to_json(message).encode() + b"\n"
         with self._sending:
+            if self._is_broken:
+                raise Closed("an earlier message was cut off")
             self._send_all(data, fds)
 
     def _send_all(self, data: bytes, fds: tuple[int, ...]) -> None:
@@ -61,14 +65,18 @@ class Channel:
                 data = data[self.sock.sendmsg([data], rights) :]
             self.sock.sendall(data)
         except OSError as e:
+            self._is_broken = True
             raise Closed(str(e)) from e
 
     def receive(self) -> list[Message]:
-        """All complete messages that have arrived; call it when the socket is readable.
+        """All complete messages that have arrived; call it when the socket is readable, or `has_unread`.
 
         Raises:
             Closed: the other side is gone, or speaks something else.
         """
+        if self._unread:
+            unread, self._unread = self._unread, []
+            return unread
         try:
             if self.sock.family == socket.AF_UNIX:
                 data, ancillary, _, _ = self.sock.recvmsg(65536, socket.CMSG_SPACE(64 * 4))
@@ -98,6 +106,19 @@ class Channel:
         if not all(isinstance(m, dict) for m in messages):
             raise Closed("not a JSON object")
         return messages
+
+    @property
+    def has_unread(self) -> bool:
+        """Messages that came along with one that `next` returned: no socket will say that they are there."""
+        return bool(self._unread)
+
+    def next(self) -> Message:
+        """Wait for one message, as long as the socket's timeout; those that came with it are kept for `receive`."""
+        while True:
+            messages = self.receive()
+            if messages:
+                self._unread = messages[1:]
+                return messages[0]
 
 
 class Keepalive(threading.Thread):

@@ -146,6 +146,24 @@ def test_an_agent_does_not_obey_who_does_not_know_the_token() -> None:
     os.waitpid(pid, 0)
 
 
+def test_what_comes_together_with_the_welcome_is_not_lost(agents: Agents) -> None:
+    """The last agent to join is asked for the store in the same breath as it is welcomed."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        channel, _ = agent_module._greet(f"127.0.0.1:{port(agents)}", TOKEN, "n1", 5.0)
+        time.sleep(0.5)
+        os.write(write_end, channel.next()["kind"].encode())
+        os._exit(0)
+    joined: list[Any] = []
+    while not joined:
+        joined = list(agents.read(agents.wait(0.1)))
+    agents.do(p.StartStore("n1"), p.Settings(1, 1, True))
+    assert select.select([read_end], [], [], 10.0)[0]
+    assert os.read(read_end, 100) == b"store"
+    os.waitpid(pid, 0)
+
+
 def test_the_token_is_in_no_file_and_no_argument_list(tmp_path: Path) -> None:
     from stoker.launcher.launch_agents import srun_command
     from stoker.launcher.run.layout import RunDir
