@@ -92,7 +92,7 @@ class ParallelConfig:
 
     backend: Backend = Backend.auto  # of torch.distributed; auto: nccl with CUDA, else gloo
     bucket_mb: float = 25.0  # gradients are reduced in buckets of this size, MiB
-    timeout: int = 600  # seconds a collective may take before the backend gives up
+    timeout: int = 3600  # seconds a collective may take; the last resort behind the limits of `resilience`
 
 
 @dataclass
