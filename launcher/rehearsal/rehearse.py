@@ -74,7 +74,11 @@ def rehearse(chosen: list[Drill], options: argparse.Namespace, in_allocation: bo
     began = time.time()
     with _place(chosen, options, in_allocation, parallel) as (lab, offer):
         print(f"runs in {lab.root}", flush=True)
-        results = Pool(lab, offer, parallel).run(chosen)
+        try:
+            results = Pool(lab, offer, parallel).run(chosen)
+        except KeyboardInterrupt:
+            print(f"stoker rehearse: stopped; what was done so far is kept in {lab.root}", file=sys.stderr)
+            raise
     print(table(results))
     if options.json:
         options.json.write_text(json.dumps(as_json(results, began), indent=2) + "\n", encoding="utf-8")

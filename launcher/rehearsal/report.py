@@ -111,7 +111,7 @@ done and had to be done again; the time runs from the event to the end of the fi
 {markdown([r for r in results if not r.skipped])}
 
 Times are seen times on that machine, not promises: they hold Slurm's own (above), the start of Python and torch on the
-nodes, and the steps that were lost.
+nodes, and the steps that were lost. Where the time limit ends the run its steps take 2 s, so that it lasts that long.
 """
 
 
