@@ -35,6 +35,10 @@ def test_steps_that_the_victims_still_finish_are_not_the_new_ones() -> None:
     assert cost([did(1, 1, 25, 100.0), did(1, 24, 30, 130.0, 2)], event=120.5).new_step == 26
 
 
+def test_before_the_first_step_any_step_is_new() -> None:
+    assert cost([did(2, 1, 3, 60.0)], event=50.0) == Cost(steps_lost=0, new_step=1, seconds=10.0)
+
+
 def test_a_step_lost_twice_counts_twice() -> None:
     assert steps_lost([did(1, 1, 25, 0.0), did(1, 21, 23, 50.0, 2), did(2, 21, 40, 90.0)]) == 5 + 3
 
