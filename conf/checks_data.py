@@ -18,7 +18,7 @@ from .problems import Problem
 from .schema import Config
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQB")  # magic, version, code of the token type; little endian
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the token type, sequences, documents + 1; little endian
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # by the code in the header; Megatron-LM's IndexedDataset
 _MAKE = "`stoker data tokenize` makes it"
 
@@ -74,10 +74,13 @@ def _tokens(config: Config, field: str, prefix: str) -> Iterator[Problem]:
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         yield Problem(field, prefix, f"{idx} is no index of Megatron's format, or is damaged; {_MAKE}")
         return
-    _, version, code = _HEADER.unpack(header)
+    _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != 1 or code not in _TOKEN_BYTES:
         message = f"{idx} has version {version} and token type {code}; expected version 1 and integers"
         yield Problem(field, prefix, message)
+        return
+    if damage := _damage(idx, sequences, documents, size, _TOKEN_BYTES[code]):
+        yield Problem(field, prefix, f"{idx} {damage}; copy or make the data again")
         return
     held, window = config.data.validation_tokens, config.data.seq_len + 1
     count = size // _TOKEN_BYTES[code]
@@ -85,6 +88,28 @@ def _tokens(config: Config, field: str, prefix: str) -> Iterator[Problem]:
         rest = f"{count} tokens" + (f" less data.validation_tokens={held}" if held else "")
         message = f"{rest} hold not one sample of data.seq_len + 1 = {window}; shorten the samples, or add data"
         yield Problem(field, prefix, message)
+
+
+def _damage(idx: Path, sequences: int, documents: int, tokens_size: int, token_bytes: int) -> str | None:
+    """What is wrong with an index, as its ends tell: its own size, and where it says that the tokens end."""
+    expected = _HEADER.size + 12 * sequences + 8 * documents
+    found = idx.stat().st_size
+    # Multimodal data have one byte more per sequence.
+    if found not in (expected, expected + sequences):
+        return (
+            f"is truncated or damaged: {found} bytes, but {sequences} sequences and {documents} bounds take {expected}"
+        )
+    if sequences == 0:
+        return None
+    with open(idx, "rb") as file:
+        file.seek(_HEADER.size + 4 * (sequences - 1))
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(_HEADER.size + 4 * sequences + 8 * (sequences - 1))
+        (pointer,) = struct.unpack("<q", file.read(8))
+    end = pointer + length * token_bytes
+    return (
+        None if end == tokens_size else f"says that the tokens end at byte {end}, but the .bin has {tokens_size} bytes"
+    )
 
 
 def largest_vocab_size(tokens: int) -> int:

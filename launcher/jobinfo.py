@@ -55,6 +55,8 @@ def parse(text: str) -> JobInfo:
     return JobInfo(dict(_FIELD.findall(text)))
 
 
+_LIVE = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "CONFIGURING", "RESIZING", "STAGE_OUT"}
+_ENDED = {"CANCELLED", "PREEMPTED", "COMPLETING", "COMPLETED", "FAILED", "DEADLINE", "REVOKED", "BOOT_FAIL"}
 _REQUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 
 
@@ -72,10 +74,13 @@ def fate(info: JobInfo, restarts: int) -> JobFate:
         return JobFate.TIME_LIMIT
     if "NODE_FAIL" in states or ("COMPLETING" in states and reason == "NodeDown"):
         return JobFate.NODE_FAIL
-    if states & {"RUNNING", "SUSPENDED", "STOPPED"}:
-        return JobFate.RUNNING if info.time("PreemptTime") is None else JobFate.PREEMPTED
-    # CANCELLED, and PREEMPTED as an end (PreemptMode=CANCEL): Slurm does not start it again, so nor do we.
-    return JobFate.CANCELLED if states & {"CANCELLED", "PREEMPTED", "COMPLETING"} else JobFate.UNKNOWN
+    if states & _ENDED:
+        # CANCELLED, and PREEMPTED as an end (PreemptMode=CANCEL): Slurm does not start it again, so nor do we.
+        return JobFate.CANCELLED
+    # Preempted, and in its grace. Slurm may show that under passing states (SIGNALING) instead of RUNNING.
+    if info.time("PreemptTime") is not None:
+        return JobFate.PREEMPTED
+    return JobFate.RUNNING if states & _LIVE else JobFate.UNKNOWN
 
 
 def query(job_id: str) -> JobInfo | None:

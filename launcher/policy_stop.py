@@ -11,6 +11,7 @@ from statistics import median
 from .policy_basics import Decision, after_stop, clear, end, outcome_of, requeue_or_fail
 from .policy_trouble import KILLED
 from .policy_types import (
+    AskAgain,
     Commit,
     JobFate,
     KillWorkers,
@@ -109,6 +110,9 @@ def terminated(state: State, e: Terminated) -> Decision:
             return state, (note, KillWorkers(state.generation), *actions)
         if own is not None:
             return state, (note,)
+    if e.fate is JobFate.UNKNOWN:
+        # Nothing is decided without evidence. Whoever signalled us will make itself felt; meanwhile we ask again.
+        return state, (note, AskAgain())
     outcome = replace(_fate_outcome(state, e.fate), evidence=dict(evidence))
     state, actions = end(state, outcome, ask=e.fate is JobFate.TIME_LIMIT)
     return state, (note, KillWorkers(state.generation), *actions)

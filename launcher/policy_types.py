@@ -323,4 +323,9 @@ class AskSlurm:
     """Ask what Slurm does with our job; the answer comes as SlurmSaid."""
 
 
-Action = AskSlurm | StartStore | Form | Propose | Commit | KillWorkers | Note | Finish
+@dataclass(frozen=True)
+class AskAgain:
+    """Slurm gave no usable answer to why we were terminated: put the question again in a moment."""
+
+
+Action = AskAgain | AskSlurm | StartStore | Form | Propose | Commit | KillWorkers | Note | Finish

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from .. import __version__
 from ..conf.checks import check
-from ..conf.compose import compose
+from ..conf.compose import Composed, compose
+from ..conf.problems import ConfigError, Problem
 from ..conf.schema import ClusterKind, Config
 from . import code, environment, lints, slurm
 from .errors import UserError
@@ -48,7 +49,7 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
     Raises:
         UserError, ConfigError: with all problems, one per line.
     """
-    composed = compose(request.overrides, request.config_dir)
+    composed = _compose(request)
     config = composed.config
     errors, warnings = problems_of(config, needs_slurm)
     run_id = new_id()
@@ -76,6 +77,29 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
         snapshot=snapshot,
     )
     return Prepared(plan, config, tuple(warnings))
+
+
+def _compose(request: Request) -> Composed:
+    """As conf.compose, but the rules between fields are told along with what does not even parse."""
+    try:
+        return compose(request.overrides, request.config_dir)
+    except ConfigError as e:
+        raise ConfigError([*e.problems, *_further_problems(request, e)]) from None
+
+
+def _further_problems(request: Request, found: ConfigError) -> list[Problem]:
+    """What is wrong besides, judged without the overrides that are wrong by themselves."""
+    bad = {p.field for p in found.problems}
+    if not all("." in field for field in bad):
+        return []  # a group's choice: what it would have set is not known
+    rest = [o for o in request.overrides if o.lstrip("+~").partition("=")[0] not in bad]
+    if len(rest) == len(request.overrides):
+        return []
+    try:
+        config = compose(rest, request.config_dir).config
+    except ConfigError:
+        return []
+    return [p for p in check(config) if p.severity == "error" and p.field not in bad]
 
 
 def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]]:

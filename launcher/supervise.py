@@ -39,6 +39,7 @@ from .track_start import start_tracker, stop_tracker
 
 TICK = 0.5  # seconds between looks at the clock, and for hangs
 FENCE_EVERY = 2.0
+ASK_AGAIN = 3.0  # seconds until a question without a usable answer is put again
 CLOCK_WARNING_SLACK = 5.0  # seconds after the warning should have come by signal until the clock stands in for it
 
 
@@ -120,6 +121,7 @@ class Supervisor:
         self.interrupts = 0
         self.launch_ended = False
         self._ticked = 0.0
+        self._ask_again_at: float | None = None
         self._next_fence = 0.0
 
     def serve(self) -> int:
@@ -205,6 +207,9 @@ class Supervisor:
         if now - self._ticked >= TICK:
             self._ticked = now
             self._look_at_the_clock()
+            if self._ask_again_at is not None and now >= self._ask_again_at:
+                self._ask_again_at = None
+                self._ask("terminated", "batch")
             self._feed(p.Tick())
 
     def _look_at_the_clock(self) -> None:
@@ -232,6 +237,8 @@ class Supervisor:
                 self._finish(action)
             case p.AskSlurm():
                 self._ask("launch")
+            case p.AskAgain():
+                self._ask_again_at = time.monotonic() + ASK_AGAIN
             case _:
                 self.agents.do(action, self.state.settings)
 
@@ -302,7 +309,9 @@ class Supervisor:
 
     def _finish(self, action: p.Finish) -> None:
         outcome = action.outcome
-        if action.ask and self.job_id is not None:
+        # An allocation of the user's own (salloc) is nobody's to requeue: the loop around us starts the next attempt.
+        is_batch = self.job_id is not None and self.submission.intention.get("mode") != "salloc"
+        if action.ask and is_batch:
             error = self._requeue()
             if error is not None:
                 self.events.write("requeue_refused", error=error)

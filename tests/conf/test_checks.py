@@ -266,14 +266,19 @@ def test_ops_are_those_of_the_kernels() -> None:
     assert set(OPS) == set(ops.OP_NAMES)
 
 
+def index_of_one_document(tokens: int) -> bytes:
+    """Header, the one length, the one pointer, two document bounds."""
+    return struct.pack("<9sQBQQiqqq", b"MMIDIDX\0\0", 1, 8, 1, 2, tokens, 0, 0, 1)
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Callable[..., str]:
-    """Makes a data set: an index's header, so many 16-bit tokens, and what the tokenizer says of itself."""
+    """Makes a data set: an index, so many 16-bit tokens, and what the tokenizer says of itself."""
 
     def make(name: str = "a", tokens: int = 1000, vocab_size: int = 4096, tokenizer: bytes = b"{}") -> str:
         prefix = tmp_path / name
         prefix.with_suffix(".bin").write_bytes(bytes(2 * tokens))
-        prefix.with_suffix(".idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 1, 2))
+        prefix.with_suffix(".idx").write_bytes(index_of_one_document(tokens))
         meta = {"vocab_size": vocab_size, "eod": 0, "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest()}
         Path(f"{prefix}.meta.json").write_text(json.dumps(meta))
         return str(prefix)
@@ -309,6 +314,21 @@ def test_missing_and_damaged_data_are_told(tmp_path: Path, data: Callable[..., s
     Path(f"{prefix}.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 2, 6, 1, 2))
     assert file_lines(tmp_path, prefix) == [
         "e data.sources.0.prefix=a: a.idx has version 2 and token type 6; expected version 1 and integers"
+    ]
+
+
+def test_an_index_that_is_cut_short_or_of_other_data_is_told(tmp_path: Path, data: Callable[..., str]) -> None:
+    prefix = data()
+    index = Path(f"{prefix}.idx")
+    index.write_bytes(index.read_bytes()[:50])
+    assert file_lines(tmp_path, prefix) == [
+        "e data.sources.0.prefix=a: a.idx is truncated or damaged: 50 bytes, but its 1 sequences take 62; "
+        "copy or make the data again"
+    ]
+    index.write_bytes(index_of_one_document(999))
+    assert file_lines(tmp_path, prefix) == [
+        "e data.sources.0.prefix=a: a.idx has the tokens end at byte 1998, but the .bin has 2000 bytes; "
+        "copy or make the data again"
     ]
 
 

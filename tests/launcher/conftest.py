@@ -19,9 +19,10 @@ PLAIN = {"train": {"steps": 10}, "cluster": {"kind": "slurm", "sbatch": {}, "nod
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
-    """Prefix of a token file that the checks take for real: a header, 4,096 tokens of two bytes."""
+    """Prefix of a token file that the checks take for real: an index of one document, 4,096 tokens of two bytes."""
     prefix = tmp_path / "corpus"
-    prefix.with_suffix(".idx").write_bytes(struct.pack("<9sQB", b"MMIDIDX\0\0", 1, 8) + bytes(64))
+    index = struct.pack("<9sQBQQiqqq", b"MMIDIDX\0\0", 1, 8, 1, 2, 4096, 0, 0, 1)
+    prefix.with_suffix(".idx").write_bytes(index)
     prefix.with_suffix(".bin").write_bytes(bytes(2 * 4096))
     return str(prefix)
 

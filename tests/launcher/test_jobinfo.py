@@ -17,6 +17,9 @@ RECORD = "JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) R
         ("RUNNING", "None", 1, "PreemptTime=None", JobFate.RUNNING),
         ("RUNNING", "None", 1, "PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=None", JobFate.RUNNING),
         ("RUNNING", "None", 1, "PreemptTime=2026-01-01T00:00:00", JobFate.PREEMPTED),
+        ("SIGNALING", "None", 1, "PreemptTime=2026-01-01T00:00:00", JobFate.PREEMPTED),
+        ("SIGNALING", "None", 1, "PreemptTime=None", JobFate.RUNNING),
+        ("SOMETHING_NEW", "None", 1, "PreemptTime=None", JobFate.UNKNOWN),
         ("CANCELLED", "None", 1, "PreemptTime=None", JobFate.CANCELLED),
         ("COMPLETING", "None", 1, "", JobFate.CANCELLED),
         ("COMPLETING", "None", 2, "", JobFate.REQUEUED),  # a requeue counts at once

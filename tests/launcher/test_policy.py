@@ -286,12 +286,18 @@ def test_preemption_with_grace_reaches_only_the_agents_and_is_a_warned_stop() ->
 
 
 @pytest.mark.parametrize("by", ["batch", "n1"])
-@pytest.mark.parametrize("fate", [p.JobFate.CANCELLED, p.JobFate.RUNNING, p.JobFate.UNKNOWN])
+@pytest.mark.parametrize("fate", [p.JobFate.CANCELLED, p.JobFate.RUNNING])
 def test_a_plain_scancel_of_job_or_step_means_stop(by: str, fate: p.JobFate) -> None:
     s = Scene().running(step=7)
     finish = s.finish(s.feed(p.Terminated(fate, by)))
     assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.CANCELLED, Next.NOTHING, False)
     assert finish.outcome.exit_code == 143
+
+
+def test_without_evidence_nothing_is_decided_and_slurm_is_asked_again() -> None:
+    s = Scene().running(step=7)
+    assert s.feed(p.Terminated(p.JobFate.UNKNOWN, "batch")) == [p.AskAgain()]
+    assert s.state.stage is p.Stage.RUNNING
 
 
 def test_scancel_while_stopping_for_requeue_wins() -> None:

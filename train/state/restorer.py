@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest, check_sizes, read_manifest
+from ...launcher.run.outcome import Cause
 from ..context import RunContext
 from ..grid import Grid
 from .agreement import SHOWN, Status, errors, exchange, first_rank, summary
@@ -26,6 +27,8 @@ from .source import FileSource, VerifiedReader
 
 class NoValidCheckpointError(Exception):
     """There are checkpoints, and none can be loaded. The tensors given to restore are void: do not train from them."""
+
+    cause = Cause.STORAGE  # starting again finds the same files
 
 
 @dataclass(frozen=True)

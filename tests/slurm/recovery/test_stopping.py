@@ -37,6 +37,7 @@ def of_job(lab: Any, run: Trial) -> None:
 
 
 def of_step(lab: Any, run: Trial) -> None:
+    wait_for(lambda: f"{run.job_id}.0" in lab.cluster.run(["squeue", "-s", "-h", "-o", "%i"]).stdout, lambda: "a step")
     lab.cluster.run(["scancel", f"{run.job_id}.0"])
 
 
@@ -49,10 +50,12 @@ CASES = [
     (of_job, at_start_up),
     (of_job, mid_step),
     (of_job, mid_save),
+    (of_step, at_start_up),
     (of_step, mid_step),
     (of_step, mid_save),
     (by_stoker, at_start_up),
     (by_stoker, mid_step),
+    (by_stoker, mid_save),
 ]
 
 
