@@ -251,7 +251,7 @@ def conclude(run: RunDir, stage: Stage, terminal: Terminal) -> int:
     """Picture, summary, verdict."""
     from ..plot import plot_loss  # matplotlib is an optional dependency, and slow to import
 
-    terminal.command(["stoker", "plot", str(run.path)])
+    terminal.command(["stoker", "plot", shown(run.path)])
     try:
         picture = shown(plot_loss(run, run.report / "loss.png"))
     except UserError as e:

@@ -94,14 +94,16 @@ def _settings() -> dict[str, int]:
 def report(results: Sequence[Result], began: float, parallel: int, lab: Lab) -> str:
     """Markdown: where and with what it was measured, and the table."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    python = f"Python {platform.python_version()}"
+    python = f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f} at the end"
     day = time.strftime("%Y-%m-%d", time.localtime(began))
     slurm = "no Slurm" if lab.cluster is None else _slurm_words(lab)
     command = f"stoker rehearse --parallel {parallel}" + (" --here" if lab.cluster is None else "")
     return f"""# Drills, {day}
 
-`{command}`: one small run, broken in every way, and compared bit by bit with one that was left alone. Steps lost were
-done and had to be done again; the time runs from the event to the end of the first step that nobody had done before.
+    {command}
+
+One small run, broken in every way and compared, bit by bit, with one that was left alone. Steps lost were done and had
+to be done again; the time runs from the event to the end of the first step that nobody had done before.
 
 - Machine: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}, {python}
 - {slurm}
@@ -110,7 +112,7 @@ done and had to be done again; the time runs from the event to the end of the fi
 
 {markdown([r for r in results if not r.skipped])}
 
-Times are seen times on that machine, not promises: they hold Slurm's own (above), the start of Python and torch on the
+Times were seen on that machine and promise nothing: they hold Slurm's own (above), the start of Python and torch on the
 nodes, and the steps that were lost. Where the time limit ends the run its steps take 2 s, so that it lasts that long.
 """
 
@@ -119,7 +121,8 @@ def _slurm_words(lab: Lab) -> str:
     spec = lab.own_cluster.spec
     year, month = programs.slurm_version(programs.search_path(spec))
     return (
-        f"Slurm {year:02d}.{month:02d}, {spec.nodes} {'isolated' if spec.isolate else 'plain'} nodes: SlurmdTimeout "
-        f"{spec.slurmd_timeout} s, MessageTimeout {spec.message_timeout} s, KillWait {spec.kill_wait} s, preemption's "
-        f"grace {spec.grace_time} s, cred_expire {spec.cred_expire} s (as long a requeued job waits; by default 120 s)"
+        f"Slurm {year:02d}.{month:02d}, {spec.nodes} {'isolated' if spec.isolate else 'plain'} nodes\n"
+        f"- Slurm's times: SlurmdTimeout {spec.slurmd_timeout} s, MessageTimeout {spec.message_timeout} s, KillWait "
+        f"{spec.kill_wait} s, preemption's grace {spec.grace_time} s;\n"
+        f"  a requeued job waits {spec.cred_expire} s (cred_expire; 120 s by default)"
     )

@@ -128,7 +128,7 @@ def test_markdown_and_json_hold_the_same_rows(tmp_path: Path) -> None:
         ("time-limit", "SKIP"),
     ]
     text = report(RESULTS, 1_796_000_000.0, 3, Lab(tmp_path))
-    assert text.startswith("# Drills, 2026-11-30\n\n`stoker rehearse --parallel 3 --here`")
+    assert text.startswith("# Drills, 2026-11-30\n\n    stoker rehearse --parallel 3 --here\n")
     assert "| warning | FAIL |" in text
     assert "scancel" not in text
 
