@@ -180,14 +180,16 @@ class Stage:
             if is_there() or (is_over and what == "its end"):
                 return
             if is_over:
-                raise environment_error(f"the run ended before {what}; {_look_at(trial)}")
+                raise environment_error(f"the run ended before {what}: {_how_it_stands(trial)}")
             if time.monotonic() > deadline:
-                raise environment_error(f"the run did not get to {what} within {PATIENCE:.0f} s; {_look_at(trial)}")
+                raise environment_error(
+                    f"the run did not get to {what} within {PATIENCE:.0f} s: {_how_it_stands(trial)}"
+                )
             if self.cluster is not None and time.monotonic() > ask_slurm:
                 ask_slurm = time.monotonic() + 10.0
                 state = self.cluster.job(trial.job_id).state
                 if state in _OVER_IN_SLURM and not trial.is_over():
-                    raise environment_error(f"job {trial.job_id} ended as {state}; {_look_at(trial)}")
+                    raise environment_error(f"job {trial.job_id} ended as {state}: {_how_it_stands(trial)}")
             time.sleep(_LOOK_EVERY)
 
     def _break_a_node(self, trial: Trial) -> Event:
@@ -243,8 +245,11 @@ def local_agent(run: RunDir, node: str) -> int:
     raise environment_error(f"{run.path}: no agent {node} below the supervisor, process {supervisor}")
 
 
-def _look_at(trial: Trial) -> str:
-    return f"its story:\n{trial.story()}"
+def _how_it_stands(trial: Trial) -> str:
+    """In a line: the last word of its newest attempt, and where to look."""
+    last = next((o for o in reversed(trial.outcomes()) if o is not None), None)
+    word = f"{last.cause.value}: {last.reason}" if last else "no attempt has ended"
+    return f"{word}; `stoker logs {shown(trial.dir.path)}` shows more"
 
 
 def conclude(run: RunDir, stage: Stage, terminal: Terminal) -> int:

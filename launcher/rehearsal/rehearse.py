@@ -54,6 +54,9 @@ def main(argv: list[str]) -> int:
     parallel = options.parallel or (1 if in_allocation else 3)
     if parallel < 1:
         raise UserError(f"--parallel {parallel}: expected 1 or more")
+    for path in filter(None, (options.json, options.report)):
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no directory {path.parent} to write it to")
     with orderly_end():
         return rehearse(chosen, options, in_allocation, parallel)
 
@@ -95,12 +98,13 @@ def _place(
     chosen: list[Drill], options: argparse.Namespace, in_allocation: bool, parallel: int
 ) -> Iterator[tuple[Lab, Needs]]:
     """The lab, and the most that it offers to drills."""
-    root = _root(options.dir, in_allocation)
     if options.here:
+        offer = Needs.NOTHING if in_allocation else Needs.REQUEUE
+        _refuse_if_none(chosen, offer)
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if in_allocation else 2
-        lab = Lab(root, None, in_allocation, nodes)
+        lab = Lab(_root(options.dir, in_allocation), None, in_allocation, nodes)
         try:
-            yield lab, Needs.NOTHING if in_allocation else Needs.REQUEUE
+            yield lab, offer
         finally:
             lab.close()
         return
@@ -109,14 +113,23 @@ def _place(
         raise environment_error(f"{lacking}; or use --here, which needs no Slurm")
     if lacking:
         print(f"({lacking}: drills that need isolated nodes are left out)")
+    is_isolated = ground is Ground.ISOLATED
+    offer = Needs.CABLES if is_isolated else Needs.SLURM
+    _refuse_if_none(chosen, offer)
+    root = _root(options.dir, in_allocation)
     # Each drill has two nodes of its own, and a third one where it breaks some.
     broken = sum(sorted((d.nodes_broken for d in chosen), reverse=True)[:parallel])
-    is_isolated = ground is Ground.ISOLATED
     share = (str(root),) if is_isolated and Path("/tmp") in root.parents else ()
     spec = ClusterSpec(nodes=2 * parallel + broken + 1, isolate=is_isolated, share=share)
     with temporary_cluster(spec) as cluster:
         print(f"a private Slurm of {spec.nodes} {ground.value} nodes is up", flush=True)
-        yield Lab(root, cluster), Needs.CABLES if is_isolated else Needs.SLURM
+        yield Lab(root, cluster), offer
+
+
+def _refuse_if_none(chosen: Sequence[Drill], offer: Needs) -> None:
+    if not any(d.needs.value <= offer.value for d in chosen):
+        reasons = dict.fromkeys(f"{d.name}: {_lack(d.needs, offer)}" for d in chosen)
+        raise environment_error("none of these drills can be held here\n" + "\n".join(reasons))
 
 
 def _root(given: Path | None, in_allocation: bool) -> Path:

@@ -221,6 +221,26 @@ def test_an_interrupted_demonstration_leaves_nothing_running(place: Path, number
     assert loop.is_alive() is False
 
 
+@pytest.mark.xdist_group("demo")
+def test_what_fails_on_the_way_ends_it_with_the_reason(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_FAILPOINTS", "step@step=3@rank=1:exit")
+    process = demo("--local", *SHORT, "resilience.max_restarts=0", cwd=place)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 1, text
+    (error,) = [line for line in text.splitlines() if line.startswith("stoker demo: error:")]
+    run = run_of(place).path.relative_to(place)
+    assert error.startswith("stoker demo: error: the run ended before step 12: crash: rank 1 exited with code 66")
+    assert error.endswith(f"; `stoker logs {run}` shows more")
+
+
+@pytest.mark.xdist_group("demo")
+def test_a_refused_launch_ends_it_with_the_reason(place: Path) -> None:
+    process = demo("--local", *SHORT, "train.step=24", cwd=place)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 1, text
+    assert "stoker demo: error: the launch failed (exit code 2):\nstoker demo: error: stoker launch: error: " in text
+
+
 @pytest.mark.slurm
 @pytest.mark.full
 @pytest.mark.parametrize("is_isolated", [True, False])

@@ -164,6 +164,7 @@ def test_without_slurm_it_says_what_to_install_and_what_else_can_be_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rehearse, "choose", lambda: (Ground.LOCAL, "not installed: slurmctld"))
+    monkeypatch.setattr(rehearse, "short_directory", lambda prefix: pytest.fail("made a directory for nothing"))
     assert cli.main(["rehearse"]) == 1
     assert capsys.readouterr().err == (
         "stoker rehearse: error: not installed: slurmctld; or use --here, which needs no Slurm\n"
@@ -174,6 +175,25 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "precious").touch()
     assert cli.main(["rehearse", "--here", "--dir", str(tmp_path)]) == 2
     assert "is not empty; name a new directory" in capsys.readouterr().err
+
+
+def test_what_cannot_work_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(rehearse, "short_directory", made.append)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert cli.main(["rehearse", "--here", "--only", "node-power", "scancel"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "stoker rehearse: error: none of these drills can be held here",
+        "stoker rehearse: error: node-power: needs a private cluster (without --here)",
+        "stoker rehearse: error: scancel: needs a private cluster (without --here)",
+    ]
+    assert cli.main(["rehearse", "--here", "--json", f"{tmp_path}/no/r.json"]) == 2
+    assert f"there is no directory {tmp_path}/no to write it to" in capsys.readouterr().err
+    assert cli.main(["rehearse", "--here", "--parallel", "-1"]) == 2
+    assert "--parallel -1: expected 1 or more" in capsys.readouterr().err
+    assert made == []
 
 
 class Stub:
