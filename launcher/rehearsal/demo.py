@@ -52,7 +52,10 @@ def main(argv: list[str]) -> int:
         try:
             return demonstrate(out, options.local, options.overrides)
         except KeyboardInterrupt as e:
-            print(f"\nstoker demo: stopped ({e or 'Ctrl-C'}); everything it had started is gone", file=sys.stderr)
+            print(
+                f"\nstoker demo: stopped by {str(e) or 'Ctrl-C'}; nothing that it started runs any more",
+                file=sys.stderr,
+            )
             return 130
 
 

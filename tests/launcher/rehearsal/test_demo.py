@@ -215,7 +215,8 @@ def test_an_interrupted_demonstration_leaves_nothing_running(place: Path, number
     process.send_signal(number)
     rest, _ = process.communicate(timeout=60)
     assert process.returncode == 130, "".join(seen) + rest
-    assert "stoker demo: stopped" in rest
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"stoker demo: stopped by {name}; nothing that it started runs any more" in rest
     loop = loop_process(submissions(run_of(place))[-1])
     assert loop is not None
     assert loop.is_alive() is False
