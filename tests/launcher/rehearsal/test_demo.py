@@ -82,7 +82,8 @@ def test_the_screen_shows_attempts_losses_and_where_the_time_went(made: Made) ->
     assert " 18 s until it was noticed, 75 s in the queue, 6 s to start, 2 s for 2 steps once more\n" in text
     assert "loss            2.343 -> 0.535 (first and last 10 steps)\n" in text
     assert "validation      1.800 -> 0.450\n" in text
-    assert max(map(len, text.splitlines())) <= 120
+    # The lines that name the directory are as long as its name.
+    assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 120
 
 
 def test_all_is_well_when_the_run_went_on_elsewhere_and_finished(made: Made) -> None:
@@ -203,7 +204,7 @@ def test_the_local_demonstration_loses_an_agent_goes_on_and_finishes(place: Path
 
 
 @pytest.mark.xdist_group("demo")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_an_interrupted_demonstration_leaves_nothing_running(place: Path, number: signal.Signals) -> None:
     process = demo("--local", *SHORT, "train.steps=100000", cwd=place)
     assert process.stdout is not None
