@@ -96,9 +96,7 @@ def _damage(idx: Path, sequences: int, documents: int, tokens_size: int, token_b
     found = idx.stat().st_size
     # Multimodal data have one byte more per sequence.
     if found not in (expected, expected + sequences):
-        return (
-            f"is truncated or damaged: {found} bytes, but {sequences} sequences and {documents} bounds take {expected}"
-        )
+        return f"is truncated or damaged: {found} bytes, but its {sequences} sequences take {expected}"
     if sequences == 0:
         return None
     with open(idx, "rb") as file:

@@ -24,6 +24,7 @@ from .run.wire import Channel, Closed, Keepalive
 from .signals import SignalPipe
 
 LOOK_EVERY = 0.2  # seconds between turns of the loop
+SLEPT = 3.0  # seconds between two turns (normally below one) that mean that we stood still
 STATUS_EVERY = 1.0  # seconds between statuses of all ranks, changed or not
 
 
@@ -97,7 +98,7 @@ class Agent:
         self.events = EventLog(attempt.events(name), name, attempt.number)
         self.node = Node(run, attempt, config, supervisor.send, self.events)
         self.keepalive = Keepalive({"kind": "status", "ranks": []}, lambda: [supervisor])
-        self.heard = self.told_all = time.monotonic()
+        self.heard = self.told_all = self.looked = time.monotonic()
 
     def serve(self) -> int:
         self.keepalive.start()
@@ -123,6 +124,9 @@ class Agent:
         channels: list[Any] = [self.supervisor, self.signals.read_end, *self.node.channels()]
         readable, _, _ = select.select(channels, [], [], LOOK_EVERY)
         now = time.monotonic()
+        if now - self.looked > SLEPT:
+            self.heard = now  # we slept (suspended, waiting for storage), and so may the supervisor have
+        self.looked = now
         for s in self.signals.take():
             self.events.write("signal", name=s.name)
             self.supervisor.send({"kind": "signal", "name": s.name})

@@ -26,6 +26,7 @@ from .run.wire import MAX_LINE, Channel, Closed, Keepalive, Message
 HELLO_LIMIT = 10.0  # seconds in which a stranger must prove that it is ours
 HELLO_BYTES = 4096  # bytes that a stranger may send for that
 STRANGERS = 64  # more unproven connections than agents at a time are turned away
+SLEPT = 3.0  # seconds between two looks at the leases (normally below one) that mean that we stood still
 SEND_LIMIT = 5.0  # seconds: a send to a frozen node must not hold up the others for longer
 
 
@@ -60,6 +61,7 @@ class Agents:
         self._listener = socket.create_server(("0.0.0.0", 0), backlog=1024)
         self._listener.setblocking(False)
         self._agents: dict[int, _Agent] = {}  # by descriptor
+        self._looked = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self.keepalive = Keepalive({"kind": "ping"}, lambda: [a.channel for a in self._known()])
@@ -125,6 +127,11 @@ class Agents:
 
     def _keep_leases(self) -> Iterator[p.Event]:
         now = time.monotonic()
+        if now - self._looked > SLEPT:
+            # We slept (suspended, or waiting for storage), and so may they have: everybody's lease begins anew.
+            for agent in self._agents.values():
+                agent.heard = now
+        self._looked = now
         for agent in list(self._agents.values()):
             limit = HELLO_LIMIT if agent.node is None else self._lease
             if agent.is_dead:

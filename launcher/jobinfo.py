@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .policy_types import JobFate
@@ -89,29 +90,37 @@ def query(job_id: str) -> JobInfo | None:
     return parse(done.stdout) if done is not None and done.returncode == 0 else None
 
 
-def requeue(job_id: str, restarts: int) -> str | None:
-    """Ask Slurm to requeue our own job; SIGTERM to all of it follows. Returns an error, None if it starts again."""
+def requeue(
+    job_id: str, restarts: int, patience: float = 600.0, is_wanted: Callable[[], bool] = lambda: True
+) -> str | None:
+    """Ask Slurm to requeue our own job; SIGTERM to all of it follows. Returns an error, None if it starts again.
+
+    A controller that is busy or away is asked again for `patience` seconds, as long as `is_wanted`.
+    """
     if shutil.which("scontrol") is None:
         return "scontrol is not installed on this node"
-    error = ""
-    for pause in (1.0, 3.0, 0.0):
+    began, pause = time.monotonic(), 1.0
+    while True:
         done = _run(["scontrol", "requeue", job_id])
         if done is not None and done.returncode == 0:
             return None
         # An answer may be lost though the request was heard.
         info = query(job_id)
-        if info is not None and fate(info, restarts) is JobFate.REQUEUED:
+        now = fate(info, restarts) if info is not None else JobFate.UNKNOWN
+        if now is JobFate.REQUEUED:
             return None
-        if done is None:
-            error = f"scontrol requeue did not answer within {TIMEOUT:.0f} s"
-        else:
-            error = done.stderr.strip() or f"scontrol requeue exited with code {done.returncode}"
+        if now is JobFate.CANCELLED:
+            return CANCELLED
+        error = "no answer" if done is None else done.stderr.strip() or f"exit code {done.returncode}"
         if any(word in error for word in _FINAL):
-            break
+            return error
+        if time.monotonic() + pause - began > patience or not is_wanted():
+            return f"scontrol requeue did not get through in {time.monotonic() - began:.0f} s (last: {error})"
         time.sleep(pause)
-    return error
+        pause = min(2 * pause, 10.0)
 
 
+CANCELLED = "the job was cancelled"
 # Words of a refusal that asking again does not change; the rest is a controller that is busy or away.
 _FINAL = ("Invalid", "disabled", "denied", "not permitted", "cannot be requeued")
 

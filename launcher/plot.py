@@ -141,7 +141,7 @@ def draw(story: Story) -> bytes:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise environment_error(f"drawing needs matplotlib ({e}): `pip install 'stoker[plot]'`") from e
+        raise environment_error(f"drawing needs matplotlib ({e}): `pip install matplotlib`") from e
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")  # no pyplot: no display, no global state
     axes = figure.add_subplot()
     _draw_losses(axes, story)

@@ -20,6 +20,7 @@ from .policy_types import (
     Event,
     LaunchEnded,
     NodeStatus,
+    Note,
     ProposalAnswer,
     RankExited,
     RankReport,
@@ -37,6 +38,7 @@ from .policy_types import (
 )
 from .run.outcome import EXIT_FAILED, Cause, Next
 
+SLOW_START = 30.0  # seconds after which a start says what it waits for
 CLEAR_TIMEOUT = 60.0  # seconds that killed workers may take to be gone
 CULPRIT_GRACE = 3.0  # seconds in which the true culprit of a lost peer usually shows itself
 
@@ -87,7 +89,8 @@ def _joined(state: State, e: AgentJoined) -> Decision:
     # to them by that address. On one machine all came that way.
     nodes = sorted(state.agents, key=natural)
     host = next((n for n in nodes if not state.agents[n].address.startswith("127.")), nodes[0])
-    return replace(state, store_node=host), (StartStore(host),)
+    note = Note("gathered", {"nodes": nodes, "store": host})
+    return replace(state, store_node=host), (note, StartStore(host))
 
 
 def _form_if_complete(state: State) -> Decision:
@@ -97,6 +100,16 @@ def _form_if_complete(state: State) -> Decision:
     if not all(a.is_ready for a in agents.values()):
         return state, ()
     return form(state)
+
+
+def _missing(state: State) -> str:
+    """What a start still waits for, for people."""
+    s, agents = state.settings, state.agents
+    loading = sorted((n for n, a in agents.items() if not a.is_ready), key=natural)
+    parts = [f"{s.nodes - len(agents)} of {s.nodes} nodes to join"] if len(agents) < s.nodes else []
+    parts += [f"{', '.join(loading)} to load"] if loading else []
+    parts += [f"the store on {state.store_node}"] if state.store_node and state.store is None else []
+    return "; ".join(parts)
 
 
 def _of_generation(state: State, generation: int, rank: int) -> RankView | None:
@@ -133,8 +146,8 @@ def _report(state: State, e: RankReport) -> Decision:
     if view is None:
         return state, ()
     if e.event == "checkpoint_saved" and e.step is not None:
-        slowest = max(state.save_seconds, e.seconds)
-        return replace(state, saved_step=e.step, save_seconds=slowest), ()
+        slowest, furthest = max(state.save_seconds, e.seconds), max(state.best_step, e.step)
+        return replace(state, saved_step=e.step, save_seconds=slowest, best_step=furthest), ()
     if e.event == "ended":
         step = view.step if e.step is None else e.step
         return _with_rank(state, e.rank, replace(view, ended=e.finished, step=step)), ()
@@ -175,6 +188,10 @@ def _tick(state: State) -> Decision:
         return end(state, requeue_or_fail(state, Cause.LAUNCH_FAILED, reason), ask=True)
     if state.stage is Stage.AWAITING_SLURM and state.trouble and waited > state.trouble.patience:
         return end(state, requeue_or_fail(state, state.trouble.cause, state.trouble.reason), ask=True)
+    if state.stage is Stage.GATHERING and waited > SLOW_START and not state.is_wait_noted:
+        return replace(state, is_wait_noted=True), (
+            Note("waiting", {"seconds": round(waited), "for": _missing(state)}),
+        )
     if state.stage is Stage.CLEARING and waited > CLEAR_TIMEOUT:
         # SIGKILL does not end a process in uninterruptible sleep (hung storage): the node is of no use.
         stuck = sorted({r.node for r in state.ranks.values() if r.is_alive and r.node in state.agents})

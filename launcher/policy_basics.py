@@ -66,7 +66,15 @@ def all_ended(state: State) -> Decision:
 
 
 def after_stop(state: State, plan: StopPlan) -> Outcome:
-    """What a stop that somebody asked for leads to."""
+    """What a stop that somebody asked for leads to; what broke meanwhile is told along."""
+    outcome = _after_stop(state, plan)
+    lost = state.trouble
+    if lost is None or lost.cause is not Cause.NODE_FAILURE:
+        return outcome
+    return replace(outcome, reason=f"{outcome.reason}; {lost.reason}", node=lost.node)
+
+
+def _after_stop(state: State, plan: StopPlan) -> Outcome:
     if plan.cause is Cause.CANCELLED or not plan.requeue:
         return outcome_of(state, plan.cause, Next.NOTHING, EXIT_CANCELLED, plan.reason)
     if not state.settings.can_requeue:

@@ -99,6 +99,7 @@ class State:
     since: float = 0.0  # when the stage began
     generation: int = 0
     agents: Mapping[str, AgentView] = field(default_factory=dict)
+    is_wait_noted: bool = False  # a start that takes long is told once
     store_node: str | None = None  # who was asked to start the store
     store: tuple[str, int] | None = None
     ranks: Mapping[int, RankView] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from .state import State, jobs_of, look
 
 CLEARING = 90.0  # seconds; KillWait is 30 by default
 # What may change without making it another run.
-ALLOWED = ("cluster.", "tracking.", "resilience.", "checkpoint.", "train.steps")
+ALLOWED = ("cluster.", "tracking.", "resilience.", "checkpoint.", "train.steps", "train.micro_batch")
 
 
 def main(argv: list[str]) -> int:
@@ -134,7 +134,7 @@ def changed_config(plain: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     from ..conf.load import from_plain
 
     keys = [_key(text) for text in overrides]
-    refused = [key for key in keys if not key.startswith(ALLOWED[:-1]) and key != ALLOWED[-1]]
+    refused = [key for key in keys if not any(key == a or (a.endswith(".") and key.startswith(a)) for a in ALLOWED)]
     if refused:
         raise UserError(
             "\n".join(

@@ -39,6 +39,7 @@ from .track_start import start_tracker, stop_tracker
 
 TICK = 0.5  # seconds between looks at the clock, and for hangs
 FENCE_EVERY = 2.0
+REQUEUE_MARGIN = 10.0  # seconds before the allocation's end at which a controller that is away is given up
 ASK_AGAIN = 3.0  # seconds until a question without a usable answer is put again
 CLOCK_WARNING_SLACK = 5.0  # seconds after the warning should have come by signal until the clock stands in for it
 
@@ -316,7 +317,7 @@ class Supervisor:
             if error is not None:
                 self.events.write("requeue_refused", error=error)
                 reason = f"{outcome.reason}; not requeued: {error}"
-                is_cancelled = error == _CANCELLED
+                is_cancelled = error == jobinfo.CANCELLED
                 cause, code = (Cause.CANCELLED, EXIT_CANCELLED) if is_cancelled else (outcome.cause, EXIT_FAILED)
                 outcome = replace(outcome, cause=cause, next=Next.NOTHING, exit_code=code, reason=reason)
         self.exit_code = outcome.exit_code
@@ -335,19 +336,17 @@ class Supervisor:
         assert self.job_id is not None
         with contextlib.suppress(OSError):
             if self.submission.is_cancelled:
-                return _CANCELLED
+                return jobinfo.CANCELLED
             if not self.fence.is_current():
                 return "a later attempt of this run exists"
         info = jobinfo.query(self.job_id)
         fate = jobinfo.fate(info, self.restarts) if info else p.JobFate.UNKNOWN
         if fate is p.JobFate.CANCELLED:
-            return _CANCELLED
+            return jobinfo.CANCELLED
         if fate is p.JobFate.REQUEUED:
             return None
-        return jobinfo.requeue(self.job_id, self.restarts)
-
-
-_CANCELLED = "the job was cancelled"
+        left = 600.0 if self.ends_at is None else self.ends_at - time.time() - REQUEUE_MARGIN
+        return jobinfo.requeue(self.job_id, self.restarts, max(left, 0.0), lambda: not self.submission.is_cancelled)
 
 
 def _start_ticks() -> int:

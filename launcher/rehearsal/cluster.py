@@ -330,7 +330,11 @@ def clear(directory: str | Path, keep_logs: bool = False) -> bool:
     layout = Layout.of(directory)
     if not layout.marker.exists() and not processes.belonging_to(layout.root):
         return False
-    processes.kill_until_none(lambda: processes.belonging_to(layout.root))
+    # slurmd's children change their environment and open files as they start: what was between two programs at one look
+    # is found at the next.
+    for _ in range(4):
+        processes.kill_until_none(lambda: processes.belonging_to(layout.root))
+        time.sleep(0.1)
     files.remove(layout, keep_logs)
     if not keep_logs:
         files.remove_marker(layout)

@@ -327,7 +327,7 @@ def test_an_index_that_is_cut_short_or_of_other_data_is_told(tmp_path: Path, dat
     ]
     index.write_bytes(index_of_one_document(999))
     assert file_lines(tmp_path, prefix) == [
-        "e data.sources.0.prefix=a: a.idx has the tokens end at byte 1998, but the .bin has 2000 bytes; "
+        "e data.sources.0.prefix=a: a.idx says that the tokens end at byte 1998, but the .bin has 2000 bytes; "
         "copy or make the data again"
     ]
 

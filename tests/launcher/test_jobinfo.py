@@ -70,6 +70,18 @@ def test_a_refused_requeue_gives_slurms_own_words(tmp_path: Path, monkeypatch: p
     assert jobinfo.requeue("7", restarts=0) == "Requested operation is presently disabled"
 
 
+def test_a_controller_that_is_away_is_asked_until_it_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = tmp_path / "count"
+    script = f"""echo x >> {count}
+case "$*" in *requeue*) [ $(wc -l < {count}) -ge 4 ] && exit 0; echo "Unable to contact slurm controller" >&2;; esac
+exit 1"""
+    fake_scontrol(tmp_path, monkeypatch, script)
+    assert jobinfo.requeue("7", restarts=0, patience=60.0) is None
+    count.unlink()
+    error = jobinfo.requeue("7", restarts=0, patience=0.0)
+    assert error == "scontrol requeue did not get through in 0 s (last: Unable to contact slurm controller)"
+
+
 def test_without_scontrol_the_requeue_is_told_to_be_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert jobinfo.requeue("7", restarts=0) == "scontrol is not installed on this node"

@@ -134,6 +134,6 @@ def test_without_matplotlib_it_says_what_to_install(run: RunDir, monkeypatch: py
     for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"drawing needs matplotlib .*pip install 'stoker\[plot\]'"):
+    with pytest.raises(UserError, match=r"drawing needs matplotlib .*pip install matplotlib"):
         plot_loss(run, run.path / "loss.png")
     assert not (run.path / "loss.png").exists()

@@ -75,6 +75,15 @@ def test_agents_that_do_not_come_requeue_the_run_and_name_those_that_did() -> No
     assert "only 1 of 2 nodes were ready after 900 s (n1)" in outcome.reason
 
 
+def test_a_slow_start_says_once_what_it_waits_for() -> None:
+    s = Scene()
+    s.feed(p.AgentJoined("n1", "10.0.0.1"), p.AgentJoined("n2", "10.0.0.2"), p.AgentReady("n1"))
+    s.feed(p.Tick(), p.Tick(), at=31.0)
+    assert [n.fields for n in s.notes if n.event == "waiting"] == [
+        {"seconds": 31, "for": "n2 to load; the store on n1"}
+    ]
+
+
 def test_a_finished_run_exits_zero_and_is_not_requeued() -> None:
     s = Scene().running(step=9)
     for rank in (0, 1):

@@ -233,7 +233,9 @@ def _parser() -> argparse.ArgumentParser:
         "--train-mib", type=int, default=64, metavar="N", help="text to train on at most, MiB (%(default)s)"
     )
     parser.add_argument(
-        "--ext", default=".txt,.jsonl", help="what to take from directories (%(default)s), with or without .gz"
+        "--ext",
+        action="append",
+        help="what to take from directories, with or without .gz; may be repeated (.txt,.jsonl)",
     )
     parser.add_argument("--json-key", default="text", help="where a JSONL line has its text (%(default)s)")
     parser.add_argument("--eod-token", help="token put at the end of each document (default: the usual names)")
@@ -246,13 +248,14 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 bad input or a failing disk (one line on stderr), 2 usage, 130 interrupted."""
     args = _parser().parse_args(argv)
+    named = ",".join(args.ext or [".txt,.jsonl"]).split(",")
     options = TokenizeOptions(
         tuple(args.inputs),
         args.out,
         args.tokenizer,
         args.train_vocab,
         args.train_mib << 20,
-        tuple(ext if ext.startswith(".") else f".{ext}" for ext in args.ext.split(",") if ext),
+        tuple(ext if ext.startswith(".") else f".{ext}" for ext in named if ext),
         args.json_key,
         args.eod_token,
         args.workers,
