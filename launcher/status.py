@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from .find import DEFAULT_ROOT, find_runs, is_root
+from .run.layout import RunDir
+from .run.outcome import EXIT_FAILED
+from .run.submissions import submissions
 from .state import State, queue_of
 from .summary import AttemptSummary, Summary, attempt_summaries, summarize
 
@@ -26,18 +31,43 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON list, for programs")
     arguments = parser.parse_args(argv)
     runs = find_runs(arguments.what)
-    queue = queue_of(runs)  # before any file is read: see state.py
-    found = [summarize(run, queue) for run in runs]
+    found, damaged = _summaries(runs)
+    for path, error in damaged:
+        print(f"stoker status: {path}: cannot be read: {error}", file=sys.stderr)
     if arguments.json:
         print(json.dumps([_as_json(s) for s in found], indent=2))
-    elif not found:
+    elif not found and not damaged:
         where = ", ".join(arguments.what) or f"./{DEFAULT_ROOT}"
         print(f"no runs in {where}; name a run directory, a directory of runs, or a job id")
+    elif not found:
+        return EXIT_FAILED
     elif len(found) == 1 and arguments.what and not is_root(arguments.what[0]):
         print(one_screen(found[0], attempt_summaries(found[0].run), time.time()))
     else:
         print(table(found, time.time()))
     return 0
+
+
+def _summaries(runs: list[RunDir]) -> tuple[list[Summary], list[tuple[Path, str]]]:
+    """Of the runs that can be read; and what is wrong with the others, so that one of them hides no other."""
+    damaged: list[tuple[Path, str]] = []
+    readable = []
+    for run in runs:
+        try:
+            submitted = submissions(run)
+            for submission in submitted:
+                submission.intention, submission.job_id  # noqa: B018 (read for their errors)
+            readable.append(run)
+        except (OSError, ValueError, KeyError) as e:
+            damaged.append((run.path, str(e)))
+    queue = queue_of(readable)  # before any other file is read: see state.py
+    found = []
+    for run in readable:
+        try:
+            found.append(summarize(run, queue))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            damaged.append((run.path, str(e)))
+    return found, damaged
 
 
 def _as_json(s: Summary) -> dict[str, Any]:
@@ -59,7 +89,7 @@ def table(summaries: list[Summary], now: float) -> str:
 
 
 def _row(s: Summary, now: float) -> tuple[str, ...]:
-    detail = s.state.detail if len(s.state.detail) <= 100 else s.state.detail[:97] + "..."
+    detail = _short(s.state.detail)
     return (
         s.name,
         s.state.state.value,
@@ -104,9 +134,13 @@ def _attempt_row(a: AttemptSummary, is_current: bool, s: Summary, now: float) ->
     started = "-" if a.started is None else time.strftime("%m-%d %H:%M:%S", time.localtime(a.started))
     is_running = is_current and s.state.state in (State.RUNNING, State.SUSPENDED)
     said = a.cause or ("running" if is_running else "ended without a word")
-    reason = f"{a.culprit}: {a.reason}" if a.culprit else a.reason
-    reason = reason if len(reason) <= 100 else reason[:97] + "..."
+    reason = _short(f"{a.culprit}: {a.reason}" if a.culprit else a.reason)
     return (f"  {a.number}", started, seconds, steps, a.job_id or "-", a.nodes or "-", said, reason)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _step(s: Summary) -> str:

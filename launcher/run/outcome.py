@@ -75,4 +75,7 @@ class Outcome:
             raw = read_json(attempt.outcome)
         except FileNotFoundError:
             return None
-        return Outcome(**(raw | {"cause": Cause(raw["cause"]), "next": Next(raw["next"])}))
+        try:
+            return Outcome(**(raw | {"cause": Cause(raw["cause"]), "next": Next(raw["next"])}))
+        except (KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{attempt.outcome}: not an outcome that this version knows ({e})") from e

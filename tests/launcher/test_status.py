@@ -155,3 +155,17 @@ def test_a_long_run_costs_no_more_than_a_short_one(running: RunDir, monkeypatch:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_one_damaged_run_hides_no_other(make_run: Any, capsys: Any) -> None:
+    good, bad, odd = make_run("good"), make_run("bad"), make_run("odd")
+    (bad.submissions).mkdir(exist_ok=True)
+    (bad.submissions / "0001.json").write_text("{")
+    (odd.attempt(1).path / "events").mkdir(parents=True)
+    odd.attempt(1).outcome.write_text('{"cause": "martian", "next": "nothing"}')
+    assert cli.main(["status", str(good.path.parent)]) == 0
+    out, err = capsys.readouterr()
+    assert good.path.name in out
+    assert f"{bad.path}: cannot be read: " in err
+    assert f"{odd.path}: cannot be read: {odd.attempt(1).outcome}: not an outcome that this version knows" in err
+    assert cli.main(["status", str(bad.path)]) == 1
