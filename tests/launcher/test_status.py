@@ -161,7 +161,8 @@ def test_one_damaged_run_hides_no_other(make_run: Any, capsys: Any) -> None:
     good, bad, odd = make_run("good"), make_run("bad"), make_run("odd")
     (bad.submissions).mkdir(exist_ok=True)
     (bad.submissions / "0001.json").write_text("{")
-    (odd.attempt(1).path / "events").mkdir(parents=True)
+    new_submission(odd, "local")
+    attempt(odd, range(1, 3), time.time(), job=None)
     odd.attempt(1).outcome.write_text('{"cause": "martian", "next": "nothing"}')
     assert cli.main(["status", str(good.path.parent)]) == 0
     out, err = capsys.readouterr()
