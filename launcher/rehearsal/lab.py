@@ -35,7 +35,6 @@ BASE = (
     "model.ffn_size=128",
     "data.seq_len=64",
     f"train.steps={STEPS}",
-    "train.global_batch=8",
     "train.micro_batch=2",
     "optim.warmup_steps=5",
     f"checkpoint.interval={SAVE_EVERY}",
@@ -106,6 +105,7 @@ class Lab:
         on_slurm = self.cluster is not None or self.in_allocation
         arguments = [*BASE, f"data.sources=[{{prefix: {self.text}}}]", f"name={name}", f"run_root={self.root}"]
         arguments += [f"cluster={'slurm' if on_slurm else 'local'}", f"cluster.nodes={self.nodes}"]
+        arguments.append(f"train.global_batch={4 * self.nodes}")  # two micro-steps on any number of nodes
         # Nodes are shared with no other drill: a node's fault must be one run's fault.
         arguments += ["cluster.exclusive=true", "cluster.time=60"] if self.cluster is not None else []
         arguments += overrides
