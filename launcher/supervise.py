@@ -123,6 +123,7 @@ class Supervisor:
         self.launch_ended = False
         self._ticked = 0.0
         self._ask_again_at: float | None = None
+        self._warned_at: float | None = None
         self._next_fence = 0.0
 
     def serve(self) -> int:
@@ -274,6 +275,7 @@ class Supervisor:
 
     def _warned(self, how: str) -> None:
         if self.state.stop is None:
+            self._warned_at = self._warned_at or time.monotonic()
             self._ask("warning", how)
 
     def _terminated(self, by: str) -> None:
@@ -299,7 +301,9 @@ class Supervisor:
                 cause, what = (
                     (Cause.PREEMPTED, "preempted") if is_preempted else (Cause.TIME_LIMIT, "the time limit is near")
                 )
-                left = self.state.settings.warning if info is None else left
+                if info is None:
+                    # Slurm does not answer: the lead that was asked for, from when the warning came.
+                    left = self.state.settings.warning - (time.monotonic() - (self._warned_at or time.monotonic()))
                 self._feed(p.Warned(cause, f"{what} ({question.by})", left))
             case "terminated":
                 self._feed(p.Terminated(fate, question.by, left, evidence))
