@@ -31,6 +31,7 @@ from .run.events import EventLog
 from .run.files import create_json, read_json
 from .run.layout import AttemptDir, RunDir, open_run
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
+from .run.packages import changes
 from .run.submissions import Submission, own_submission, submissions
 from .run.views import last_outcome
 from .signals import SignalPipe
@@ -161,7 +162,18 @@ class Supervisor:
         }
         create_json(self.attempt.start, record)
         self.events.write("attempt_started", **record)
+        self._report_packages()
         self._ask("start")
+
+    def _report_packages(self) -> None:
+        """The code is frozen, what is installed is not: say what changed since the run was launched."""
+        try:
+            changed = changes(self.run)
+        except (OSError, ValueError):  # a run directory made by hand
+            return
+        if changed:
+            self.events.write("packages_changed", changes=changed)
+            _say(f"installed packages changed since the run was launched: {', '.join(changed[:10])}")
 
     def _refuse_requeues(self) -> bool:
         """Stop a run that is started over and over: by count, or because nothing comes of it."""

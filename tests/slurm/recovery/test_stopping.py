@@ -162,3 +162,15 @@ def test_jobs_by_hand_are_adopted(lab: Any, same: Callable[..., None]) -> None:
     assert json.loads(run.dir.attempt(1).start.read_text())["job_id"] == job
     assert run.job_id == job
     same(run)
+
+
+def test_packages_that_changed_since_the_launch_are_told(lab: Any) -> None:
+    run = lab.launch("packages", no_submit=True)
+    env, identity = json.loads(run.dir.env.read_text()), json.loads(run.dir.run.read_text())
+    env["packages"]["torch"] = "1.0"
+    run.dir.env.write_text(json.dumps(env))
+    run.dir.run.write_text(json.dumps(identity | {"package_fingerprint": "of another day"}))
+    lab.cluster.submit([str(run.dir.script)], cwd=run.dir.path)
+    assert run.wait_end().cause is Cause.FINISHED, run.story()
+    (event,) = run.events("packages_changed")
+    assert any(change.startswith("torch 1.0 -> ") for change in event["changes"])
