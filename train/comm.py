@@ -101,7 +101,3 @@ class Communicator:
         rows[self.rank, : data.numel()] = data
         self.all_reduce(rows)
         return [json.loads(bytes(rows[r, : int(n)].cpu().numpy())) for r, n in enumerate(lengths.tolist())]
-
-    def all_true(self, value: bool) -> bool:
-        """Whether it is true on every rank. Raises PeerLostError."""
-        return bool(self.all_reduce(torch.tensor([int(value)], device=self.device), dist.ReduceOp.MIN).item())

@@ -6,7 +6,6 @@ to one generation; the next pass of the worker forms a new one in the same proce
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,7 +86,3 @@ def form(
         data,
         Communicator(control, m.rank, m.world_size, torch.device("cpu"), on_collective),
     )
-
-
-def local_rank_from_environment() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -41,9 +41,7 @@ BASE = (
     "checkpoint.keep=100",
     f"resilience.lease={LEASE}",
     "resilience.warning=60",
-    f"resilience.hang_timeout={HANG_TIMEOUT}",
     "cluster.procs_per_node=1",
-    "cluster.omp_threads=1",
 )
 
 
@@ -105,6 +103,7 @@ class Lab:
         on_slurm = self.cluster is not None or self.in_allocation
         arguments = [*BASE, f"data.sources=[{{prefix: {self.text}}}]", f"name={name}", f"run_root={self.root}"]
         arguments += [f"cluster={'slurm' if on_slurm else 'local'}", f"cluster.nodes={self.nodes}"]
+        arguments += [f"resilience.hang_timeout={HANG_TIMEOUT}", "cluster.omp_threads=1"]
         arguments.append(f"train.global_batch={4 * self.nodes}")  # two micro-steps on any number of nodes
         # Nodes are shared with no other drill: a node's fault must be one run's fault.
         arguments += ["cluster.exclusive=true", "cluster.time=60"] if self.cluster is not None else []

@@ -77,10 +77,6 @@ class Trial:
         if self.step() < step:
             raise TimeoutError(f"the run ended before step {step}: {self.story()}")
 
-    def wait_event(self, name: str, patience: float = PATIENCE) -> dict[str, Any]:
-        found = wait_for(lambda: self.events(name), lambda: f"event {name} in {self.story()}", patience)
-        return found[0]
-
     def wait_outcome(self, attempt: int, patience: float = PATIENCE) -> Outcome:
         there = self.dir.attempt(attempt)
         outcome = wait_for(lambda: Outcome.read(there), lambda: f"outcome {attempt} of {self.story()}", patience)

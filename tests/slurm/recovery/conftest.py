@@ -15,35 +15,15 @@ from pathlib import Path
 
 import pytest
 from stoker.launcher.rehearsal.cluster import Cluster
+from stoker.launcher.rehearsal.lab import BASE as SMALL_RUN
+from stoker.launcher.rehearsal.lab import PAUSE, STEPS
 from stoker.launcher.rehearsal.spec import ClusterSpec
 from stoker.launcher.rehearsal.trial import Trial, wait_for
 from stoker.launcher.run.layout import CheckpointName
 from stoker.launcher.run.manifest import verify
 
-STEPS = 40
-SAVE_EVERY = 10
-# A small pause per step, so that there is time to break something in the middle.
-PAUSE = "step:pause-60"
-
-BASE = [
-    "model=tiny",
-    "model.vocab_size=512",
-    "model.hidden_size=64",
-    "model.num_layers=2",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.ffn_size=128",
-    "data.seq_len=64",
-    f"train.steps={STEPS}",
-    "train.global_batch=8",
-    "train.micro_batch=2",
-    "optim.warmup_steps=5",
-    f"checkpoint.interval={SAVE_EVERY}",
-    "checkpoint.keep=100",
-    "resilience.lease=8",
-    "resilience.warning=60",
-    "cluster.procs_per_node=1",
-]
+# The run that `stoker rehearse` breaks, on two nodes' worth of samples per step.
+BASE = [*SMALL_RUN, "train.global_batch=8"]
 
 
 @contextmanager
