@@ -91,13 +91,13 @@ _POSITIVE = (
     " model.norm_eps model.init_std data.seq_len data.shuffle_block parallel.bucket_mb parallel.timeout optim.lr"
     " optim.eps checkpoint.keep resilience.start_timeout resilience.save_timeout resilience.eval_timeout"
     " resilience.lease resilience.progress_steps tracking.interval cluster.nodes cluster.procs_per_node"
-    " cluster.cpus_per_task cluster.omp_threads"
+    " cluster.cpus_per_task cluster.omp_threads resilience.bad_node_hours"
 )
 _NOT_NEGATIVE = (
     "seed train.eval_interval model.z_loss model.logit_softcap model.sliding_window data.validation_tokens"
     " data.prefetch optim.min_lr optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
     " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts resilience.max_requeues"
-    " resilience.max_fruitless"
+    " resilience.max_fruitless resilience.backoff resilience.max_backoff"
     " cluster.gpus_per_node"
 )
 _BELOW_ONE = "model.dropout optim.beta1 optim.beta2"

@@ -36,7 +36,28 @@ class ClusterKind(str, Enum):
 
 class Continuation(str, Enum):
     requeue = "requeue"
+    chain = "chain"  # where requeue is forbidden: one successor job waits in the queue (--dependency=afterany)
     none = "none"  # stop at the first interruption; `stoker resume` goes on
+
+
+class GpuRequest(str, Enum):
+    """Which option of sbatch asks for GPUs."""
+
+    gpus_per_node = "gpus_per_node"
+    gres = "gres"  # for sites where gpus-per-node is switched off
+    gpus_per_task = "gpus_per_task"  # binds GPUs to tasks on some versions; the agent is the only task of a node
+
+
+class ContainerRuntime(str, Enum):
+    none = "none"
+    pyxis = "pyxis"  # srun --container-image (enroot)
+    apptainer = "apptainer"  # or singularity
+    command = "command"  # words of your own before the interpreter: bubblewrap, podman-hpc, charliecloud, ...
+
+
+class RankOrder(str, Enum):
+    topology = "topology"  # nodes of one switch next to each other, then by name
+    name = "name"
 
 
 class TrackMode(str, Enum):
@@ -145,6 +166,10 @@ class ResilienceConfig:
     progress_steps: int = 10  # steps that count as progress between two crashes
     max_requeues: int = 100  # requeues of one submission, all causes together
     max_fruitless: int = 5  # attempts in a row that complete no step before the run stops
+    backoff: float = 30.0  # seconds before the next start after a failed one; doubles with each failure in a row
+    max_backoff: float = 1800.0  # the longest of these pauses, seconds
+    avoid_bad_nodes: bool = True  # exclude nodes that failed, for a while, in all runs below run_root
+    bad_node_hours: float = 24.0  # hours for which a node is avoided
 
 
 @dataclass
@@ -158,27 +183,88 @@ class TrackingConfig:
 
 
 @dataclass
+class ContainerConfig:
+    """Agents and workers run inside it; the supervisor and Slurm's commands on the host."""
+
+    runtime: ContainerRuntime = ContainerRuntime.none  # command: words of your own, e.g. bwrap or podman-hpc
+    image: str | None = (
+        None  # pyxis: registry image or .sqsh file; apptainer: .sif file, directory or docker:// address
+    )
+    mounts: list[str] = field(default_factory=list)  # HOST[:INSIDE[:ro]] besides run, data and node-local directories
+    python: str = "python3"  # interpreter inside
+    options: list[str] = field(default_factory=list)  # further options of srun (pyxis) or of `apptainer exec`
+    command: list[str] = field(default_factory=list)  # runtime=command: what stands before the interpreter
+
+
+@dataclass
 class ClusterConfig:
     kind: ClusterKind = ClusterKind.slurm  # local: no Slurm, the same supervisor on this machine
     nodes: int = 1
     procs_per_node: int = 1  # worker processes per node: one per GPU
     gpus_per_node: int = 0  # asked of Slurm; 0 = CPU
+    gpu_type: str | None = None  # as the site names it, e.g. h100
+    gpu_request: GpuRequest = GpuRequest.gpus_per_node  # option of sbatch that asks for them
     cpus_per_task: int = 1  # per node's agent, shared by its workers
     mem: str | None = None  # per node, as sbatch takes it
+    tmp: str | None = None  # node-local disk that a node must have, as sbatch takes it
     time: str | None = None  # any of sbatch's forms
-    partition: str | None = None
+    begin: str | None = None  # not before; as sbatch takes it
+    partition: str | None = None  # one, or several with commas
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None  # node features
     exclude: str | None = None  # nodes not to use
     nodelist: str | None = None  # nodes that must be among those used
     reservation: str | None = None
+    licenses: str | None = None  # NAME:COUNT, with commas
+    switches: str | None = None  # COUNT[@TIME]: leaf switches at most, and how long to wait for that
     exclusive: bool = False  # share no node with other jobs
+    nice: int | None = None  # lowers the job's priority
+    comment: str | None = None  # of the job; stoker's token follows it
+    mail_type: str | None = None  # as sbatch takes it, e.g. FAIL,TIME_LIMIT
+    mail_user: str | None = None  # default: who submits
     sbatch: dict[str, str] = field(default_factory=dict)  # further long options, checked against a list
-    setup: list[str] = field(default_factory=list)  # shell lines run before the supervisor (modules, ...)
+    modules: list[str] = field(default_factory=list)  # loaded after a `module purge`, in this order
+    conda: str | None = None  # environment (name or prefix) that is activated
+    setup: list[str] = field(default_factory=list)  # shell lines run before the supervisor, after modules and conda
     env: dict[str, str] = field(default_factory=dict)  # variables of the job; never a key or password
     python: str | None = None  # interpreter inside the job; default: the submitting one
+    stage_env: bool = (
+        False  # one archive of the Python environment is unpacked on each node, instead of thousands of reads
+    )
+    local_dir: str | None = None  # node-local storage; default: SLURM_TMPDIR, TMPDIR, or /tmp of the node
     omp_threads: int = 1  # OMP_NUM_THREADS of each worker
+
+
+@dataclass
+class FabricConfig:
+    """Network and placement, from what each node has. Variables that you set are never changed."""
+
+    detect: bool = True  # set NCCL's and gloo's variables from the node's devices
+    interface: str | None = (
+        None  # network interface of NCCL's bootstrap and of gloo; default: the one to the supervisor
+    )
+    bind: bool = True  # each worker to the CPUs near its GPU
+    rank_order: RankOrder = RankOrder.topology  # nodes of one switch next to each other, or by name alone
+
+
+@dataclass
+class TaskConfig:
+    """A training script of your own instead of stoker's trainer: docs/own-scripts.md."""
+
+    cmd: list[str] = field(
+        default_factory=list
+    )  # one process per GPU, with torchrun's variables; empty: stoker's trainer
+    stop_signal: str = "SIGTERM"  # sent to every process before the time limit or a preemption
+
+
+@dataclass
+class ProfileConfig:
+    """A torch profiler trace of a few steps."""
+
+    steps: list[int] = field(default_factory=list)  # first and last step; empty: none
+    ranks: list[int] = field(default_factory=lambda: [0])  # whose steps are traced
+    memory: bool = False  # and a snapshot of the allocator's memory (CUDA)
 
 
 @dataclass
@@ -209,3 +295,7 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    fabric: FabricConfig = field(default_factory=FabricConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
