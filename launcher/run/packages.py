@@ -16,7 +16,6 @@ from typing import Any
 from .files import read_json
 from .layout import RunDir
 
-
 # A distribution's record, by its specified name: `torch-2.13.0+cpu.dist-info`. Its METADATA says the same and takes a
 # hundred times as long to read for all of them.
 _RECORD = re.compile(r"([^-]+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
