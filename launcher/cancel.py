@@ -66,10 +66,9 @@ def learn_jobs(found: Sequence[Submission]) -> None:
     for submission in found:
         token = submission.intention.get("token")
         if submission.job_id is None and token:
-            jobs = jobs_with(str(token), submission.run.path) or []
-            for job in jobs:
-                if job.job_id not in known:
-                    submission.set_job(job.job_id)
+            others = frozenset(job_id for job_id in known if job_id)
+            for job in jobs_with(str(token), submission.run.path, others) or []:
+                submission.set_job(job.job_id)
 
 
 def live_jobs(found: Sequence[Submission]) -> list[Submission]:

@@ -29,8 +29,8 @@ class Question:
 class Desk:
     """Asks about one job. `read_end` is readable when there are answers."""
 
-    def __init__(self, job_id: str, query: Callable[[str], JobInfo | None] = jobinfo.query) -> None:
-        self._job_id, self._query = job_id, query
+    def __init__(self, job_id: str, query: Callable[[str], JobInfo | None] | None = None) -> None:
+        self._job_id, self._query = job_id, query or jobinfo.Inquirer()
         self.read_end, self._write_end = os.pipe()
         os.set_blocking(self.read_end, False)
         self._lock = threading.Lock()

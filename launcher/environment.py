@@ -15,7 +15,10 @@ _SECRET = r"(?:^|_)(?:KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)S
 _ASSIGNMENT = r"(?:^|[\s;&])([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"$`]+|'[^']+|[^\s\"'$`;&]+)"
 
 # Prefixes, or whole names.
-_OUTER_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "PMI_", "PMI2_", "PMIX_", "STOKER_WARNED")
+_OUTER_JOB = (
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "PMI_", "PMI2_", "PMIX_"),
+    *("STOKER_WARNED", "STOKER_SUBMISSION"),
+)
 _OUTER_JOB_STAYS = ("SLURM_CONF", "SLURM_SACK_KEY")
 
 # Recorded in env.json: what explains a difference between two machines or two days. Prefixes end in _.

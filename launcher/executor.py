@@ -16,6 +16,7 @@ from typing import Any
 from submitit.core import core, utils
 
 from . import slurm
+from .process import ProcessId
 from .run.effective import effective_config, effective_script
 from .run.layout import RunDir, open_run
 from .run.outcome import Outcome
@@ -137,11 +138,23 @@ class StokerExecutor(core.Executor):
         submission = frozen.submission or intend(run)
         own_comment = effective_config(run, submission.number)["cluster"]["sbatch"].get("comment")
         script = effective_script(run, submission.number)
-        accepted = submit_script(Request(script, run.path, str(submission.intention["token"]), own_comment))
+        others = frozenset(s.job_id for s in submissions(run) if s.job_id and s != submission)
+        token = str(submission.intention["token"])
+        accepted = submit_script(Request(script, run.path, token, own_comment, others))
         submission.set_job(accepted.job_id, accepted.cluster)
-        return StokerJob(run.path, accepted.job_id)
+        known = submission.job_id
+        assert known is not None
+        if known != accepted.job_id:
+            # The first request came through after all and its job has started: it stays, the later one goes.
+            slurm.scancel([accepted.job_id], accepted.cluster)
+        return StokerJob(run.path, known)
 
 
-def intend(run: RunDir) -> Submission:
-    """Note that the run is about to be submitted, with the token by which its job can be found."""
-    return new_submission(run, "sbatch", token=secrets.token_hex(8))
+def intend(run: RunDir, number: int | None = None, **fields: Any) -> Submission:
+    """Note that the run is about to be submitted, with the token by which its job can be found.
+
+    Raises:
+        TakenError: there is a submission of this number.
+    """
+    process = ProcessId.own().record()  # who is at it, until the job is known
+    return new_submission(run, "sbatch", number, token=secrets.token_hex(8), process=process, **fields)

@@ -1,10 +1,12 @@
 """What a job can learn of itself from Slurm: why it was signalled, when it ends. One RPC each, never in a loop.
 
-Owns: `scontrol show job` parsed into a fate, and `scontrol requeue`. Standard library only: it runs on the batch host.
+Owns: `scontrol show job` parsed into a fate, the controller's clock beside ours, and `scontrol requeue`. Standard
+library only: it runs on the batch host.
 """
 
 from __future__ import annotations
 
+import calendar
 import os
 import re
 import shutil
@@ -17,33 +19,41 @@ from .policy_types import JobFate
 
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=(\S*)")
 _NONE = {"", "None", "N/A", "Unknown", "(null)", "Invalid"}
+_AS_OF = re.compile(r"Configuration data as of (\S+)")
 TIMEOUT = 15.0  # seconds for one Slurm command
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Fields of `scontrol show job`; the text form is the same from 22.05 to 25.05."""
+    """Fields of `scontrol show job`; the text form is the same from 22.05 to 25.05.
+
+    `clock`: the controller's Unix time minus our monotonic clock. Its times are its own clock's, which may be minutes
+    from this node's. RunTime does not help: scontrol works it out with the clock of the node it runs on.
+    """
 
     fields: dict[str, str]
+    clock: float | None = None
 
     @property
     def state(self) -> str:
         return self.fields.get("JobState", "")
 
     def time(self, name: str) -> float | None:
-        """A time field as Unix seconds, None if it is not set. Slurm prints local time."""
-        text = self.fields.get(name, "")
-        if text in _NONE:
+        """A time field as Unix seconds of the controller's, None if it is not set. We have scontrol print UTC."""
+        return _unix(self.fields.get(name, ""))
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the allocation ends, by this machine's monotonic clock; None: no limit, or not known."""
+        end = self.time("EndTime")
+        if end is None:
             return None
-        try:
-            return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-        except ValueError:
-            return None
+        return end - (time.time() - time.monotonic() if self.clock is None else self.clock)
 
     @property
     def seconds_left(self) -> float | None:
-        end = self.time("EndTime")
-        return None if end is None else end - time.time()
+        """Until the allocation's end, from now."""
+        return None if self.ends_at is None else self.ends_at - time.monotonic()
 
     @property
     def evidence(self) -> dict[str, str]:
@@ -51,9 +61,18 @@ class JobInfo:
         return {n: self.fields[n] for n in names if n in self.fields}
 
 
-def parse(text: str) -> JobInfo:
+def _unix(text: str) -> float | None:
+    if text in _NONE:
+        return None
+    try:
+        return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
+    except ValueError:
+        return None
+
+
+def parse(text: str, clock: float | None = None) -> JobInfo:
     """Parse one record of `scontrol show job`. Values with spaces are cut at the first; none of ours has any."""
-    return JobInfo(dict(_FIELD.findall(text)))
+    return JobInfo(dict(_FIELD.findall(text)), clock)
 
 
 _LIVE = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "CONFIGURING", "RESIZING", "STAGE_OUT"}
@@ -84,10 +103,37 @@ def fate(info: JobInfo, restarts: int) -> JobFate:
     return JobFate.RUNNING if states & _LIVE else JobFate.UNKNOWN
 
 
-def query(job_id: str) -> JobInfo | None:
+def query(job_id: str, clock: float | None = None) -> JobInfo | None:
     """None if Slurm does not answer, or scontrol is not here."""
     done = _run(["scontrol", "--oneliner", "show", "job", job_id])
-    return parse(done.stdout) if done is not None and done.returncode == 0 else None
+    return parse(done.stdout, clock) if done is not None and done.returncode == 0 else None
+
+
+def controller_clock() -> float | None:
+    """The controller's Unix time minus our monotonic clock, at most a second (and the RPC's time) too large, so that
+    ends come out early rather than late. None if Slurm does not answer.
+
+    `scontrol show config` begins with the time at which the controller answered (22.05 to 25.05).
+    """
+    asked = time.monotonic()
+    done = _run(["scontrol", "show", "config"])
+    found = _AS_OF.match(done.stdout) if done is not None and done.returncode == 0 else None
+    now = _unix(found[1]) if found else None
+    return None if now is None else now + 1.0 - asked
+
+
+class Inquirer:
+    """`query` that asks for the controller's clock along with the first question, and keeps it."""
+
+    def __init__(self) -> None:
+        self._clock: float | None = None
+
+    def __call__(self, job_id: str) -> JobInfo | None:
+        info = query(job_id, self._clock)
+        if info is None or self._clock is not None:
+            return info
+        self._clock = controller_clock()
+        return JobInfo(info.fields, self._clock)
 
 
 def requeue(
@@ -133,7 +179,7 @@ def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
             [*_SHIELDED, *argv],
-            env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
+            env=os.environ | {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

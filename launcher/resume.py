@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import time
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -18,14 +19,16 @@ from .cancel import learn_jobs, live_jobs, local_processes, poll
 from .errors import UserError, environment_error
 from .find import find_run
 from .launch import start_here, submit_frozen, wait
+from .process import ProcessId
 from .run.effective import config_path, effective_config, script_path
 from .run.files import create_exclusive, create_json, read_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
-from .run.submissions import Submission, new_submission, submissions
+from .run.submissions import Submission, TakenError, new_submission, next_number, submissions
 from .state import State, jobs_of, look
 
 CLEARING = 90.0  # seconds; KillWait is 30 by default
+UNDER_WAY = 900.0  # seconds for which a submission from another host may still be under way (submit.py gives up sooner)
 # What may change without making it another run.
 ALLOWED = ("cluster.", "tracking.", "resilience.", "checkpoint.", "train.steps", "train.micro_batch")
 
@@ -50,19 +53,25 @@ def main(argv: list[str]) -> int:
     return EXIT_FINISHED
 
 
-def resume(run: RunDir, overrides: Sequence[str]) -> None:
-    """Submit the run again; prints the job.
+def resume(run: RunDir, overrides: Sequence[str], by: str | None = None) -> None:
+    """Submit the run again; prints the job. `by` is noted with the submission.
 
     Raises:
-        UserError: it still runs or waits, has nothing left to do, or the changes are not allowed.
+        UserError: it still runs or waits, has nothing left to do, the changes are not allowed, or somebody else has
+            submitted it meanwhile.
     """
+    number = next_number(run)  # before any look at the run: what is submitted after this takes the number
     refuse_if_alive(run)
     plain = effective_config(run)
     changed = changed_config(plain, overrides) if overrides else plain
     _refuse_if_done(run, changed["train"]["steps"], changed is not plain)
     script = _script(run, changed) if overrides else None  # before anything is written: it finds problems
     is_local = changed["cluster"]["kind"] == "local"
-    submission = new_submission(run, "local") if is_local else _intend(run)
+    fields = {"by": by} if by else {}
+    try:
+        submission = new_submission(run, "local", number, **fields) if is_local else _intend(run, number, fields)
+    except TakenError as e:
+        raise environment_error(str(e)) from e
     if script is not None:
         create_json(config_path(run, submission.number), changed)
         create_exclusive(script_path(run, submission.number), script, mode=0o755)
@@ -73,10 +82,10 @@ def resume(run: RunDir, overrides: Sequence[str]) -> None:
         _submit(run, submission)
 
 
-def _intend(run: RunDir) -> Submission:
+def _intend(run: RunDir, number: int, fields: dict[str, str]) -> Submission:
     from .executor import intend
 
-    return intend(run)
+    return intend(run, number, **fields)
 
 
 def _submit(run: RunDir, submission: Submission) -> None:
@@ -99,6 +108,8 @@ def refuse_if_alive(run: RunDir) -> None:
     """
     found = submissions(run)
     learn_jobs(found)
+    if found and is_under_way(found[-1]):
+        raise environment_error(f"{run.path}: somebody is just submitting it (submission {found[-1].number})")
     state = look(run, jobs_of(found[-1:]))
     if state.is_over and (ending := live_jobs(found)):
         # Its last word is spoken; Slurm is still clearing up after it.
@@ -113,6 +124,18 @@ def refuse_if_alive(run: RunDir) -> None:
         )
     if state.state is State.UNKNOWN and not found[-1].is_cancelled and found[-1].job_id:
         raise environment_error(f"{run.path}: {state.detail}; `{cancel}` first, if it is sure that nothing runs")
+
+
+def is_under_way(submission: Submission) -> bool:
+    """Whether somebody is still at submitting it: there is an intention, no job yet, and whoever had it lives."""
+    intention = submission.intention
+    if submission.job_id is not None or intention.get("mode") in ("local", "salloc", "adopted"):
+        return False
+    submitter = ProcessId.of(intention.get("process") or {})
+    if submitter is None:
+        return False
+    alive = submitter.is_alive()
+    return time.time() - float(intention["time"]) < UNDER_WAY if alive is None else alive
 
 
 def _refuse_if_done(run: RunDir, total: int, is_changed: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from .environment import without_outer_job
 from .errors import UserError, environment_error
 
 TIMEOUT = 30.0  # seconds a Slurm command may take; slurmctld answers in milliseconds or is in trouble
+AT_ONCE = 4.0  # the same where a person waits, and the files say most of it without Slurm
 _SEPARATOR = "\x1f"  # no run directory, comment or reason has it
 _FIELDS = ("%i", "%T", "%M", "%N", "%r", "%Z", "%k")
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
@@ -65,13 +66,13 @@ def is_available() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def call(argv: Sequence[str], timeout: float = TIMEOUT) -> Reply:
-    """Run a Slurm command outside of whatever job this process is in.
+def call(argv: Sequence[str], timeout: float = TIMEOUT, extra: Mapping[str, str] | None = None) -> Reply:
+    """Run a Slurm command outside of whatever job this process is in. `extra`: more environment for it.
 
     Raises:
         UserError: there is no such command on this machine.
     """
-    env = without_outer_job(os.environ)
+    env = without_outer_job(os.environ) | dict(extra or {})
     try:
         done = subprocess.run(
             list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, env=env, check=False
@@ -85,11 +86,14 @@ def call(argv: Sequence[str], timeout: float = TIMEOUT) -> Reply:
     return Reply(done.returncode, os.fsdecode(done.stdout), os.fsdecode(done.stderr))
 
 
-def sbatch(script: Path, options: Sequence[str], timeout: float) -> Reply:
-    return call(["sbatch", "--parsable", *options, str(script)], timeout)
+def sbatch(script: Path, options: Sequence[str], timeout: float, extra: Mapping[str, str] | None = None) -> Reply:
+    """`extra` reaches the job, too, where sbatch exports the environment."""
+    return call(["sbatch", "--parsable", *options, str(script)], timeout, extra)
 
 
-def squeue(job_ids: Iterable[str] | None = None, cluster: str | None = None) -> list[QueuedJob] | None:
+def squeue(
+    job_ids: Iterable[str] | None = None, cluster: str | None = None, timeout: float = TIMEOUT
+) -> list[QueuedJob] | None:
     """Jobs known to Slurm, in one call: the given ones, or all of this user. None if Slurm does not answer.
 
     Never raises for want of Slurm: the files of a run say most of it.
@@ -105,7 +109,7 @@ def squeue(job_ids: Iterable[str] | None = None, cluster: str | None = None) -> 
             return []
         command.append(f"--jobs={','.join(wanted)}")
     try:
-        reply = call(command)
+        reply = call(command, timeout)
     except UserError:
         return None
     if reply.code == 0:

@@ -1,12 +1,14 @@
 """Getting a script accepted by Slurm exactly once, whatever happens to the answer.
 
 Owns: the retry policy around sbatch. Each submission carries a unique token in the job's comment and works in its run
-directory; before anything is sent a second time, squeue is asked for such a job. Standard library only.
+directory; before anything is sent a second time, squeue is asked for such a job, until it answers. Should a first
+request arrive later all the same, its job finds the token taken and ends (run/submissions.py). Standard library only.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +16,15 @@ from pathlib import Path
 
 from . import slurm
 from .errors import UserError
+from .protocol import SUBMISSION
 from .run.outcome import EXIT_FAILED
 
 TRIES = 3
 SBATCH_TIMEOUT = 60.0  # seconds; sbatch itself retries for MessageTimeout, 10 s by default
 _LOOKUPS = (1.0, 3.0, 6.0)  # seconds to wait before each look for a job whose answer was lost
+# The same while Slurm does not answer at all; with the commands' own time-outs that is about three minutes, enough for
+# a controller that is restarted or moves to its backup.
+_AWAY = (8.0,) * 10
 
 
 class SubmissionError(UserError):
@@ -48,10 +54,11 @@ class Request:
     directory: Path  # the run directory, in which the job works
     token: str
     own_comment: str | None = None
+    others: frozenset[str] = frozenset()  # jobs known to belong to the run's other submissions
 
 
 def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Accepted:
-    """Submit a script; returns the one job that was accepted.
+    """Submit a script; returns the one job that was accepted. Waits for a controller that is away.
 
     Raises:
         SubmissionError: Slurm refused (its words are in the message), or did not answer.
@@ -59,7 +66,8 @@ def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Acc
     """
     comment = comment_of(request.token, request.own_comment)
     for attempt in range(TRIES):
-        reply = slurm.sbatch(request.script, [f"--comment={comment}"], SBATCH_TIMEOUT)
+        mark = {SUBMISSION: request.token}
+        reply = slurm.sbatch(request.script, [f"--comment={comment}"], SBATCH_TIMEOUT, mark)
         known = slurm.parse_job_id(reply.out) if reply.code == 0 else None
         if known:
             job = Accepted(*known)
@@ -82,17 +90,24 @@ def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Acc
 def _look_up(request: Request, sleep: Callable[[float], None]) -> list[slurm.QueuedJob] | None:
     """The request's jobs; None if Slurm does not answer. Asks more than once: a slow controller may be at it still."""
     answered = False
-    for wait in _LOOKUPS:
+    for number, wait in enumerate((*_LOOKUPS, *_AWAY)):
+        if number >= len(_LOOKUPS) and answered:
+            break
         sleep(wait)
-        found = jobs_with(request.token, request.directory)
+        found = jobs_with(request.token, request.directory, request.others)
         if found:
             return found
+        if found is None and number == 0:
+            print("stoker: Slurm does not answer; asking again for a few minutes", file=sys.stderr, flush=True)
         answered = answered or found is not None
     return [] if answered else None
 
 
-def jobs_with(token: str, directory: Path) -> list[slurm.QueuedJob] | None:
-    """This user's jobs that carry a token, or work in a run directory (sites rewrite comments); None: no answer."""
+def jobs_with(token: str, directory: Path, others: frozenset[str] = frozenset()) -> list[slurm.QueuedJob] | None:
+    """This user's jobs that carry a token, or work in a run directory (sites rewrite comments); None: no answer.
+
+    `others`: jobs of the directory that are known to be somebody else's.
+    """
     jobs = slurm.squeue()
     if jobs is None:
         return None
@@ -100,13 +115,14 @@ def jobs_with(token: str, directory: Path) -> list[slurm.QueuedJob] | None:
     return [
         job
         for job in jobs
-        if job.comment.endswith(f"stoker:{token}") or (not job.is_over and os.path.realpath(job.workdir) == here)
+        if job.job_id not in others
+        and (job.comment.endswith(f"stoker:{token}") or (not job.is_over and os.path.realpath(job.workdir) == here))
     ]
 
 
 def _cancel_others(request: Request, job: Accepted) -> None:
     """A first try that seemed lost may have arrived after all; two jobs on one run would fence each other out."""
-    found = jobs_with(request.token, request.directory) or []
+    found = jobs_with(request.token, request.directory, request.others) or []
     others = [other.job_id for other in found if other.job_id != job.job_id]
     if others:
         slurm.scancel(others)

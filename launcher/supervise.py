@@ -7,8 +7,10 @@ nothing itself. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -24,7 +26,7 @@ from .agents import Agents, AgentSignalled
 from .desk import Desk, Question
 from .launch_agents import Launch, launch_agents, local_nodes
 from .policy import decide
-from .protocol import WARNED
+from .protocol import SUBMISSION, WARNED
 from .run.attempts import Fence, claim
 from .run.effective import effective_config
 from .run.events import EventLog
@@ -32,7 +34,7 @@ from .run.files import create_json, read_json
 from .run.layout import AttemptDir, RunDir, open_run
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.packages import changes
-from .run.submissions import Submission, own_submission, submissions
+from .run.submissions import Submission, own_submission, rival, submissions
 from .run.views import last_outcome
 from .signals import SignalPipe
 from .track_start import PATIENCE as TRACKER_PATIENCE
@@ -42,6 +44,11 @@ TICK = 0.5  # seconds between looks at the clock, and for hangs
 FENCE_EVERY = 2.0
 REQUEUE_MARGIN = 10.0  # seconds before the allocation's end at which a controller that is away is given up
 ASK_AGAIN = 3.0  # seconds until a question without a usable answer is put again
+END_FIRST, END_LONGEST = 30.0, 480.0  # seconds until an unanswered question for the allocation's end is put again
+NO_SCONTROL = (
+    "this job cannot be requeued from inside, and signals cannot be told apart; at a warning the run saves and stops "
+    "(`stoker watch --fix` or `stoker resume` goes on); Slurm's own requeues after a node failure work"
+)
 CLOCK_WARNING_SLACK = 5.0  # seconds after the warning should have come by signal until the clock stands in for it
 
 
@@ -54,6 +61,10 @@ def main(argv: list[str]) -> int:
         return EXIT_USAGE
     is_local = "--local" in argv[1:]
     job_id = None if is_local else os.environ.get("SLURM_JOB_ID")
+    token = os.environ.get(SUBMISSION)
+    if job_id and token and (other := rival(run, job_id, token)):
+        print(f"supervise: job {other} works on {run.path}, this is a second copy of it; nothing to do")
+        return EXIT_FINISHED
     submission = own_submission(run, job_id) if job_id else submissions(run)[-1]
     if submission.is_cancelled:
         print(f"supervise: {run.path} was cancelled; nothing to do", file=sys.stderr)
@@ -117,7 +128,9 @@ class Supervisor:
         self.desk = Desk(job_id) if job_id is not None else None
         if self.desk is not None:
             self.agents.watch(self.desk.read_end)
-        self.ends_at: float | None = None  # wall clock
+        self.ends_at: float | None = None  # monotonic; the allocation's end
+        self._end_asked_at = math.inf  # when to ask for it again, should nobody have answered
+        self._end_pause = END_FIRST
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.exit_code: int | None = None
         self.interrupts = 0
@@ -163,6 +176,12 @@ class Supervisor:
         create_json(self.attempt.start, record)
         self.events.write("attempt_started", **record)
         self._report_packages()
+        if self.job_id is not None and shutil.which("scontrol") is None:
+            # Said now, not when the requeue is due: somebody can still put it right, or watch the run.
+            self.events.write("no_scontrol", consequence=NO_SCONTROL)
+            _say(f"scontrol is not installed on {socket.gethostname()}: {NO_SCONTROL}")
+            self._end_asked_at = math.inf
+            return
         self._ask("start")
 
     def _report_packages(self) -> None:
@@ -228,9 +247,13 @@ class Supervisor:
 
     def _look_at_the_clock(self) -> None:
         """Should Slurm's warning not come: near the end as we know it, ask whether that still holds."""
-        if self.ends_at is None or self.state.stop is not None:
+        now = time.monotonic()
+        if self.state.stop is not None:
             return
-        if self.ends_at - time.time() < self.state.settings.warning - CLOCK_WARNING_SLACK:
+        if now >= self._end_asked_at:
+            self._end_asked_at, self._end_pause = math.inf, min(2 * self._end_pause, END_LONGEST)
+            self._ask("start")
+        elif self.ends_at is not None and self.ends_at - now < self.state.settings.warning - CLOCK_WARNING_SLACK:
             self.ends_at = None  # until the answer
             self._ask("clock")
 
@@ -302,9 +325,10 @@ class Supervisor:
         left, evidence = (info.seconds_left, info.evidence) if info else (None, {})
         match question.about:
             case "start":
-                self.ends_at = info.time("EndTime") if info else None
+                self.ends_at = info.ends_at if info else None
+                self._end_asked_at = math.inf if info else time.monotonic() + self._end_pause
             case "clock":
-                self.ends_at = info.time("EndTime") if info else None
+                self.ends_at = info.ends_at if info else None
                 if left is None or left < self.state.settings.warning:
                     self._feed(p.Warned(Cause.TIME_LIMIT, "the time limit is near", left))
             case "warning":
@@ -361,7 +385,7 @@ class Supervisor:
             return jobinfo.CANCELLED
         if fate is p.JobFate.REQUEUED:
             return None
-        left = 600.0 if self.ends_at is None else self.ends_at - time.time() - REQUEUE_MARGIN
+        left = 600.0 if self.ends_at is None else self.ends_at - time.monotonic() - REQUEUE_MARGIN
         return jobinfo.requeue(self.job_id, self.restarts, max(left, 0.0), lambda: not self.submission.is_cancelled)
 
 

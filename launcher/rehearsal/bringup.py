@@ -24,6 +24,7 @@ from .spec import ClusterSpec, Layout
 # Generous: the machine may be busy with other things. A daemon that dies is noticed at once.
 _PATIENCE = 90.0
 _INSTALLER = "mariadb-install-db"
+CONTROLLER = "slurmctld"
 
 
 class BringUpError(Exception):
@@ -61,6 +62,13 @@ class Daemons:
     def start(self, name: str, argv: list[str], extra: Mapping[str, str] | None = None) -> None:
         environment = {**self.environment, **(extra or {})}
         self.running[processes.spawn(argv, environment, self.layout.log / f"{name}.out")] = name
+
+    def start_controller(self) -> None:
+        """With the state that an earlier one has left. Raises ValueError if one runs."""
+        if CONTROLLER in self.running.values():
+            raise ValueError("slurmctld runs already")
+        self.ended.pop(CONTROLLER, None)
+        self.start(CONTROLLER, ["slurmctld", "-D"])
 
     def reap(self) -> None:
         for pid, status in processes.reap():
@@ -109,10 +117,10 @@ class BringUp:
         waiting = {name: self._daemons.fork_node(name) for name in self._spec.node_names()}
         if self._spec.database:
             self._start_database(site)
-        self._daemons.start("slurmctld", ["slurmctld", "-D"])
-        self._wait_until(lambda: network.listens(config.controller_port(site)), "slurmctld")
+        self._daemons.start_controller()
+        self._wait_until(lambda: network.listens(config.controller_port(site)), CONTROLLER)
         self._daemons.connect(waiting)
-        self._wait_until(self._all_idle, "slurmctld", pause=0.04)
+        self._wait_until(self._all_idle, CONTROLLER, pause=0.04)
         return claim
 
     def _enter_namespaces(self) -> None:

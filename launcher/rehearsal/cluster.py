@@ -291,6 +291,23 @@ class Cluster:
         what = ["--no-requeue", "--job-name=preemptor", "--output=/dev/null", f"--wrap=exec sleep {seconds}"]
         return self.submit([*where, *what], cwd="/")
 
+    # Controller
+
+    def stop_controller(self, kill: bool = False) -> None:
+        """End slurmctld: jobs go on, and Slurm's commands get no answer. It saves its state first, unless `kill` (a
+        crash). Raises ClusterError when it does not run."""
+        _ask(self.layout, {"do": "stop_controller", "kill": kill}, timeout=30)
+
+    def start_controller(self, timeout: float = 30) -> None:
+        """Start slurmctld again, with its state, and wait until it answers. Raises ClusterError when it runs already,
+        TimeoutError when it does not answer."""
+        _ask(self.layout, {"do": "start_controller"})
+        wait_until(
+            lambda: self.run(["scontrol", "show", "partition", "main"], check=False, timeout=None).returncode == 0,
+            timeout,
+            lambda: "slurmctld to answer",
+        )
+
     def status(self) -> dict[str, Any]:
         """The keeper's own view: its pid, names of running daemons, names of those that ended."""
         return _ask(self.layout, {"do": "status"})

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from . import files, linux, network, nodes, processes
-from .bringup import Abandoned, BringUp, BringUpError, Daemons
+from .bringup import CONTROLLER, Abandoned, BringUp, BringUpError, Daemons
 from .spec import ClusterSpec, Layout
 
 
@@ -94,6 +94,11 @@ class Keeper:
         if verb == "status":
             daemons = [name for name in self._daemons.running.values() if not name.startswith("node-")]
             return {"pid": os.getpid(), "daemons": daemons, "ended": sorted(self._daemons.ended)}
+        if verb == "stop_controller":
+            return self._stop_controller(signal.SIGKILL if request.get("kill") else signal.SIGTERM)
+        if verb == "start_controller":
+            self._daemons.start_controller()
+            return {}
         name = str(request["node"])
         self._spec.node_number(name)
         if verb == "start":
@@ -102,6 +107,20 @@ class Keeper:
             network.run_ip(f"link set {name} {'up' if verb == 'heal' else 'down'}\n", self._daemons.path)
         else:
             raise ValueError(f"unknown request {verb!r}")
+        return {}
+
+    def _stop_controller(self, how: signal.Signals) -> dict[str, Any]:
+        """End slurmctld. Its state directory stays. Raises ValueError if it does not run, or does not end."""
+        found = [pid for pid, name in self._daemons.running.items() if name == CONTROLLER]
+        if not found:
+            raise ValueError("slurmctld does not run")
+        os.kill(found[0], how)
+        deadline = time.monotonic() + 20
+        while found[0] in self._daemons.running:
+            if time.monotonic() > deadline:
+                raise ValueError(f"slurmctld does not end on {how.name}")
+            time.sleep(0.01)
+            self._daemons.reap()
         return {}
 
     def _start_node(self, name: str) -> None:

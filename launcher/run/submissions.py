@@ -62,15 +62,46 @@ def submissions(run: RunDir) -> list[Submission]:
     return [Submission(run, n) for n in sorted(int(m[1]) for m in found if m)]
 
 
-def new_submission(run: RunDir, mode: str, **fields: Any) -> Submission:
-    """Record the intention to submit. `mode`: `sbatch`, `local`, or `adopted`."""
+class TakenError(Exception):
+    """Somebody else has submitted the run meanwhile."""
+
+
+def new_submission(run: RunDir, mode: str, number: int | None = None, **fields: Any) -> Submission:
+    """Record the intention to submit. `mode`: `sbatch`, `local`, or `adopted`.
+
+    Args:
+        number: the number it must get. Who has looked at a run up to submission n, and submits it as n + 1, knows that
+            nobody else has done so in between.
+
+    Raises:
+        TakenError: there is a submission of that number.
+    """
     run.submissions.mkdir(exist_ok=True)
     while True:
-        existing = submissions(run)
-        s = Submission(run, existing[-1].number + 1 if existing else 1)
+        s = Submission(run, next_number(run) if number is None else number)
         record = {"mode": mode, "time": time.time(), "user": os.environ.get("USER", str(os.getuid()))}
         if create_json(s._path(".json"), record | fields):
             return s
+        if number is not None:
+            raise TakenError(f"{run.path}: somebody else has just submitted it (submission {number})")
+
+
+def next_number(run: RunDir) -> int:
+    """The number that the next submission gets."""
+    existing = submissions(run)
+    return existing[-1].number + 1 if existing else 1
+
+
+def rival(run: RunDir, job_id: str, token: str) -> str | None:
+    """The other job that has this job's place, if there is one.
+
+    A request that seemed lost is sent again, and both may arrive in the end. All carry the token of one submission: the
+    job that is noted there first has it.
+    """
+    for s in reversed(submissions(run)):
+        if s.intention.get("token") == token and not s.set_job(job_id) and s.job_id != job_id:
+            return s.job_id
+    return None
 
 
 def own_submission(run: RunDir, job_id: str) -> Submission:

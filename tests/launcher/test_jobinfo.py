@@ -38,11 +38,38 @@ def test_fate(state: str, reason: str, restarts: int, more: str, fate: JobFate) 
     assert jobinfo.fate(info, restarts=1) is fate
 
 
-def test_times_are_local_and_none_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "UTC")
+def test_times_are_utc_and_none_is_no_time() -> None:
     info = jobinfo.parse("EndTime=2026-11-30T12:00:00 PreemptTime=None StartTime=Unknown")
     assert info.time("EndTime") == 1796040000.0
     assert [info.time(n) for n in ("PreemptTime", "StartTime", "Absent")] == [None, None, None]
+
+
+def test_the_end_is_reckoned_by_the_controller_s_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock stands in another year; 600 s of the limit are left there, whatever the time is here."""
+    monkeypatch.setenv("TZ", "America/New_York")  # scontrol is asked for UTC all the same
+    script = """case "$*" in
+*config*) echo "Configuration data as of 2031-03-30T11:50:00"; exec sleep 0.1;;
+*) [ "$TZ" = UTC0 ] && echo "JobId=7 JobState=RUNNING EndTime=2031-03-30T12:00:00";; esac"""
+    fake_scontrol(tmp_path, monkeypatch, script)
+    ask = jobinfo.Inquirer()
+    for _ in range(2):
+        info = ask("7")
+        assert info is not None
+        assert info.seconds_left is not None
+        assert 597.0 < info.seconds_left < 600.0
+
+
+def test_a_controller_that_hides_its_clock_is_taken_to_share_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_scontrol(
+        tmp_path,
+        monkeypatch,
+        'case "$*" in *config*) exit 1;; *) echo "JobId=7 EndTime=$(date -u -d @$(($(date +%s) + 600)) +%FT%T)";; esac',
+    )
+    info = jobinfo.Inquirer()("7")
+    assert info is not None
+    assert info.seconds_left == pytest.approx(600.0, abs=5.0)
 
 
 def fake_scontrol(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -113,6 +113,36 @@ def test_dead_controller_leaves_it_open(fake_slurm: Any) -> None:
     assert len(fake_slurm.calls("sbatch")) == 1
 
 
+def test_a_controller_that_comes_back_gets_the_job(fake_slurm: Any, capfd: Any) -> None:
+    """It is away for the first request and five looks; only then is the request sent again."""
+    fake_slurm.program(
+        "sbatch",
+        f"""if [ ! -e "$(dirname "$0")/back" ]; then echo 'Unable to contact slurm controller' >&2; exit 1; fi
+        {ACCEPT}""",
+    )
+    fake_slurm.program(
+        "squeue",
+        r"""echo x >> "$(dirname "$0")/looks"
+        [ $(grep -c x "$(dirname "$0")/looks") -ge 6 ] || exit 1
+        touch "$(dirname "$0")/back"
+        """
+        + SQUEUE,
+    )
+    assert send() == Accepted("7", None)
+    assert len(fake_slurm.calls("sbatch")) == 2
+    assert "Slurm does not answer" in capfd.readouterr().err
+
+
+def test_another_submission_s_job_in_the_same_directory_is_left_alone(fake_slurm: Any) -> None:
+    """A successor is queued while its forerunner still runs there."""
+    fake_slurm.program("sbatch", FIRST_TIME + "\n" + ACCEPT)
+    fake_slurm.program("squeue", SQUEUE.replace("/w", "/run").replace("$(cat", "5 $(cat").replace("stoker:tok", ""))
+    fake_slurm.program("scancel", "true")
+    request = Request(Path("/run/submit.sbatch"), Path("/run"), "tok", others=frozenset({"5"}))
+    assert submit.submit(request, sleep=lambda _: None) == Accepted("7", None)
+    assert fake_slurm.calls("scancel") == []
+
+
 def test_three_tries_that_surely_left_nothing(fake_slurm: Any) -> None:
     fake_slurm.program("sbatch", "echo 'Socket timed out' >&2; exit 1")
     fake_slurm.program("squeue", "true")

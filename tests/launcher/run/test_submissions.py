@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.submissions import new_submission, own_submission, submissions
+from stoker.launcher.run.submissions import (
+    TakenError,
+    new_submission,
+    next_number,
+    own_submission,
+    rival,
+    submissions,
+)
 
 
 def test_submissions_are_numbered_and_keep_what_they_were_given(tmp_path: Path) -> None:
@@ -59,3 +67,23 @@ def test_sbatch_by_hand_is_adopted_once(tmp_path: Path) -> None:
     adopted = own_submission(run, "99")
     assert (adopted.number, adopted.intention["mode"], adopted.job_id) == (3, "adopted", "99")
     assert own_submission(run, "99") == adopted
+
+
+def test_a_second_copy_of_a_request_finds_its_place_taken(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    new_submission(run, "sbatch", token="old").set_job("16")
+    newest = new_submission(run, "sbatch", token="tok")
+    assert rival(run, "17", "tok") is None
+    assert newest.job_id == "17"
+    assert rival(run, "17", "tok") is None  # requeued
+    assert rival(run, "18", "tok") == "17"
+    assert rival(run, "19", "of another run") is None
+
+
+def test_of_two_who_submit_at_once_one_is_told(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    number = next_number(run)
+    assert new_submission(run, "sbatch", number).number == 1
+    with pytest.raises(TakenError, match="somebody else has just submitted it"):
+        new_submission(run, "sbatch", number)
+    assert [s.number for s in submissions(run)] == [1]
