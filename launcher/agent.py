@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .fabric_order import place_of
 from .node import ChildEnded, Node
 from .protocol import ADDRESSES, ATTEMPT, LEASE, NODE, TOKEN, answer
 from .run.events import EventLog
@@ -68,8 +69,14 @@ def _greet(address: str, token: str, name: str, lease: float) -> tuple[Channel, 
     try:
         challenge = channel.next()
         nonce = secrets.token_hex(16)
-        hello = {"kind": "hello", "answer": answer(token, str(challenge["nonce"])), "nonce": nonce, "node": name}
-        channel.send(hello | {"address": channel.sock.getsockname()[0], "pid": os.getpid()})
+        hello: dict[str, Any] = {
+            "kind": "hello",
+            "answer": answer(token, str(challenge["nonce"])),
+            "nonce": nonce,
+            "node": name,
+        }
+        hello |= {"address": channel.sock.getsockname()[0], "place": place_of(os.environ, name)}
+        channel.send(hello | {"pid": os.getpid()})
         welcome = channel.next()
         if not hmac.compare_digest(str(welcome["answer"]), answer(token, nonce)):
             raise Closed("somebody else listens there")

@@ -170,13 +170,13 @@ class Agents:
             agent.channel.max_line = MAX_LINE
             # Before anything that may be asked of it because it has joined.
             if self._send(agent, welcome):
-                yield p.AgentJoined(agent.node, agent.address)
+                yield p.AgentJoined(agent.node, agent.address, tuple(map(str, m.get("place", ()))))
             return
         match m["kind"]:
             case "ready":
                 yield p.AgentReady(agent.node)
             case "store":
-                yield p.StoreUp(agent.address, m["port"])
+                yield p.StoreUp(self._seen_from_others(agent.node) or agent.address, m["port"])
             case "status":
                 if m["ranks"]:
                     yield p.NodeStatus(tuple(p.RankStatus(**(r | {"phase": Phase(r["phase"])})) for r in m["ranks"]))
@@ -200,13 +200,26 @@ class Agents:
                 for node, first in action.first_ranks.items():
                     form = {"kind": "form", "generation": action.generation, "first_rank": first}
                     form |= {"procs_per_node": settings.procs_per_node, "world_size": settings.world_size}
-                    self._tell(form | {"store_host": host, "store_port": port}, node)
+                    form |= {"store_host": host, "store_port": port, "address": self._seen_from_others(node)}
+                    self._tell(form, node)
             case p.Propose() | p.Commit():
                 kind = "propose" if isinstance(action, p.Propose) else "commit"
                 fields = {"generation": action.generation, "step": action.step, "save": action.save}
                 self._tell({"kind": kind, **fields})
             case p.KillWorkers():
                 self._tell({"kind": "kill"})
+
+    def _seen_from_others(self, node: str) -> str | None:
+        """Address by which other nodes reach this one; None if all run on one machine.
+
+        An agent's own end of its connection says so, but for the one beside us: what it came by (loopback, or whatever
+        this host's name means here) leads to nobody else. By ours the others did come.
+        """
+        outside = [a for a in self._known() if not _is_local(a.channel.sock)]
+        agent = next((a for a in self._known() if a.node == node), None)
+        if agent is None or not outside:
+            return None
+        return agent.address if agent in outside else str(outside[0].channel.sock.getsockname()[0])
 
     def _tell(self, message: Message, node: str | None = None) -> None:
         """To all agents, or to one; who cannot be told is reported as lost at the next read."""
@@ -224,6 +237,12 @@ class Agents:
             self._drop(agent)
         self._selector.close()
         self._listener.close()
+
+
+def _is_local(sock: socket.socket) -> bool:
+    """Whether the other end is on this host."""
+    theirs = str(sock.getpeername()[0])
+    return theirs.startswith("127.") or theirs == sock.getsockname()[0]
 
 
 def _is_readable(channel: Channel) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .fabric_node import Fabric
 from .run.events import EventLog
 from .run.heartbeat import Control, Heartbeat, Phase, Segment
 from .run.layout import AttemptDir, RunDir
@@ -62,6 +63,7 @@ class Node:
         self._workers: dict[int, Worker] = {}
         self._pids: dict[int, int] = {}  # pid -> rank
         self._config = config
+        self._fabric = Fabric(config["fabric"], events, self._say)
         self.is_stopping = False  # a stop step was proposed: news is wanted at once
 
     # Processes.
@@ -97,7 +99,8 @@ class Node:
         self.is_stopping = False
         generation, first = int(message["generation"]), int(message["first_rank"])
         count = int(message["procs_per_node"])
-        for k in range(count):
+        fabric = self._fabric.form(count, message.get("address"))
+        for k, seat in enumerate(fabric.seats):
             rank = first + k
             segment = Segment.create(f"g{generation}-r{rank}")
             # The clock of the start runs from the fork, not from the worker's first word.
@@ -112,8 +115,9 @@ class Node:
                 "world_size": message["world_size"],
                 "store_host": message["store_host"],
                 "store_port": message["store_port"],
+                "cpus": None if seat.cpus is None else sorted(seat.cpus),
             }
-            env = {"LOCAL_WORLD_SIZE": str(count), "STOKER_RANK": str(rank)}
+            env = fabric.env | {"LOCAL_WORLD_SIZE": str(count), "STOKER_RANK": str(rank)}
             channel = self._fork("worker", rank, spec, env, (segment.fd,))
             self._workers[rank] = Worker(rank, generation, segment, channel)
 
@@ -225,6 +229,10 @@ class Node:
                 self.read(w.channel)
         finally:
             del self._workers[w.rank]
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._log, f"{text}\n".encode())
 
     def _log_tail(self) -> str:
         with open(self._log_path, "rb") as f:

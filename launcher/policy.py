@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .policy_basics import Decision, all_ended, cleared, end, form, natural, outcome_of, requeue_or_fail
+from .fabric_order import natural
+from .policy_basics import Decision, all_ended, cleared, end, form, outcome_of, requeue_or_fail
 from .policy_stop import answered, overdue, slurm_said, terminated, warned
 from .policy_trouble import act_on_trouble, agent_lost, launch_ended, look_for_hangs, suspect
 from .policy_types import (
@@ -82,7 +83,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
 
 
 def _joined(state: State, e: AgentJoined) -> Decision:
-    state = replace(state, agents={**state.agents, e.node: AgentView(e.address)})
+    place = e.place if state.settings.by_topology else ()
+    state = replace(state, agents={**state.agents, e.node: AgentView(e.address, place)})
     if len(state.agents) < state.settings.nodes or state.store_node is not None:
         return state, ()
     # The others must reach the store: a node that came over loopback (Debian maps a host's own name so) may not be told

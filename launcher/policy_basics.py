@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .fabric_order import rank_key
 from .policy_types import Action, Finish, Form, KillWorkers, Note, RankView, Stage, State, StopPlan
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, Cause, Next, Outcome
 
@@ -18,8 +19,7 @@ def form(state: State) -> Decision:
     store = state.store
     assert store is not None
     per = state.settings.procs_per_node
-    # Sorted by name, so that a rank's place does not depend on who joined first.
-    nodes = sorted(state.agents, key=natural)
+    nodes = sorted(state.agents, key=lambda node: rank_key(state.agents[node].place, node))
     first = {node: i * per for i, node in enumerate(nodes)}
     ranks = {first[n] + k: RankView(n, step=0) for n in nodes for k in range(per)}
     state = replace(
@@ -34,21 +34,6 @@ def form(state: State) -> Decision:
     )
     note = Note("form", {"generation": state.generation, "world_size": len(ranks), "nodes": nodes})
     return state, (note, Form(state.generation, first, store))
-
-
-def natural(name: str) -> tuple[object, ...]:
-    """Sort key for node names: n2 before n10."""
-    parts: list[object] = []
-    digits = ""
-    for c in name + "\0":
-        if c.isdigit():
-            digits += c
-            continue
-        if digits:
-            parts += [1, int(digits), digits]
-            digits = ""
-        parts += [0, ord(c), c]
-    return tuple(parts)
 
 
 def all_ended(state: State) -> Decision:

@@ -30,6 +30,7 @@ class Settings:
     closed_timeout: float = 20.0  # the same for an agent that died on a node that lives
     max_restarts: int = 3
     progress_steps: int = 10
+    by_topology: bool = True  # ranks follow the switches, else names alone
 
     @property
     def world_size(self) -> int:
@@ -47,6 +48,7 @@ class Stage(str, Enum):
 @dataclass(frozen=True)
 class AgentView:
     address: str
+    place: tuple[str, ...] = ()  # switches above it, from the top down
     is_ready: bool = False  # its zygote has loaded
 
 
@@ -127,6 +129,7 @@ class Tick:
 class AgentJoined:
     node: str
     address: str
+    place: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

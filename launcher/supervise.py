@@ -103,6 +103,7 @@ def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
         closed_timeout=0.0 if is_local else 20.0,
         max_restarts=r["max_restarts"],
         progress_steps=r["progress_steps"],
+        by_topology=config["fabric"]["rank_order"] == "topology",
     )
 
 

@@ -81,6 +81,7 @@ def main(spec: dict[str, Any], channel: Channel, segment_fd: int) -> int:
     sys.stderr = cast(TextIO, _Prefixed(sys.__stderr__, f"[{rank}] "))
     segment = Segment(segment_fd)
     report = Reporter(channel, int(spec["generation"]))
+    bind(spec.get("cpus"))
     try:
         config = from_plain(spec["config"])
         for name in config.plugins:
@@ -93,6 +94,16 @@ def main(spec: dict[str, Any], channel: Channel, segment_fd: int) -> int:
         tail = "\n".join(text.rstrip().splitlines()[-TRACEBACK_LINES:])
         report("failed", cause=cause_of(e).value, error=f"{type(e).__name__}: {e}", traceback=tail)
         return 1
+
+
+def bind(cpus: list[int] | None) -> None:
+    """Run on these CPUs only; None: where the agent may. Called before the first thread and large allocation, so that
+    threads stay there and memory comes from there (first touch)."""
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as e:  # taken away since the agent looked
+            print(f"not bound to CPUs {cpus}: {e}", file=sys.stderr)
 
 
 class Reporter:

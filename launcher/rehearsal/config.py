@@ -57,7 +57,7 @@ def slurm_conf(spec: ClusterSpec, site: Site) -> str:
         *_identity(spec, site),
         *_authentication(spec, site),
         *_files(site.layout),
-        *_plugins(),
+        *_plugins(spec),
         *_timing(spec),
         *_scheduling(spec),
         *_accounting(spec, site),
@@ -98,8 +98,9 @@ def _files(layout: Layout) -> list[str]:
     ]
 
 
-def _plugins() -> list[str]:
+def _plugins(spec: ClusterSpec) -> list[str]:
     return [
+        *(["TopologyPlugin=topology/tree"] if spec.topology else []),
         # No cgroups: they need rights that containers and ordinary users lack.
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",
@@ -182,6 +183,10 @@ def _partitions(spec: ClusterSpec) -> list[str]:
         f"PartitionName=short {victim} MaxTime={spec.short_minutes} GraceTime={spec.grace_time}",
         f"PartitionName=urgent {everywhere} PriorityTier=100 PreemptMode=OFF MaxTime=INFINITE",
     ]
+
+
+def topology_conf(spec: ClusterSpec) -> str:
+    return "".join(f"{line}\n" for line in spec.topology)
 
 
 def gres_conf(spec: ClusterSpec, layout: Layout) -> str:

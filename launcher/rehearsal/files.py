@@ -37,6 +37,8 @@ def write_configuration(spec: ClusterSpec, site: Site) -> None:
     layout.spec.write_text(spec.to_json() + "\n")
     layout.slurm_conf.write_text(config.slurm_conf(spec, site))
     (layout.etc / "gres.conf").write_text(config.gres_conf(spec, layout))
+    if spec.topology:
+        (layout.etc / "topology.conf").write_text(config.topology_conf(spec))
     (layout.etc / "cgroup.conf").write_text(config.cgroup_conf(site.version))
     for number in range(spec.gpus):
         (layout.devices / f"gpu{number}").symlink_to("/dev/null")

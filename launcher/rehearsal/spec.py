@@ -29,6 +29,7 @@ class ClusterSpec:
     below /tmp that its nodes still have in common. `database` adds slurmdbd and a private MariaDB, so that sacct works.
     CPUs, memory (MB) and GPUs are what Slurm is told, whatever the machine has. `settings` are slurm.conf lines
     ("Key=Value") that replace the generated ones of the same key. `slurm_prefix` points at another build of Slurm.
+    `topology` are lines of topology.conf ("SwitchName=..."); without any, all nodes are alike.
     Raises ValueError for values no cluster can have.
     """
 
@@ -50,6 +51,7 @@ class ClusterSpec:
     share: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     slurm_prefix: str = ""
+    topology: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
@@ -64,6 +66,9 @@ class ClusterSpec:
         for line in self.settings:
             if not re.fullmatch(r"\w+=[^\r\n]*", line):
                 raise ValueError(f"settings: {line!r} is not one 'Key=Value' line of slurm.conf")
+        for line in self.topology:
+            if not re.fullmatch(r"SwitchName=[^\r\n]*", line):
+                raise ValueError(f"topology: {line!r} is not one 'SwitchName=...' line of topology.conf")
         for path in self.share:
             if not path.startswith("/"):
                 raise ValueError(f"share: {path!r} is not an absolute path")
