@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,3 +74,30 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
             os.symlink(found, fake.directory / tool)
     monkeypatch.setenv("PATH", str(fake.directory))
     return fake
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., Path]:
+    """Root directory with the /sys and /proc of a machine in sysfs/NAME.txt; `changes`: path below the root -> content.
+
+    A line `[DIRECTORY]` is followed by files of it, `path = content`, and symbolic links, `path -> target`.
+    """
+
+    def unpack(name: str, changes: dict[str, str] | None = None) -> Path:
+        root = here = Path(tempfile.mkdtemp(dir=tmp_path))
+        for line in (Path(__file__).parent / "sysfs" / f"{name}.txt").read_text().splitlines():
+            if line.startswith("["):
+                here = root / line[2:-1]
+            elif line and not line.startswith("#"):
+                path, sign, content = line.split(" ", 2)
+                (here / path).parent.mkdir(parents=True, exist_ok=True)
+                if sign == "->":
+                    (here / path).symlink_to(content)
+                else:
+                    (here / path).write_text(content.replace("\\n", "\n").replace("\\t", "\t") + "\n")
+        for path, content in (changes or {}).items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(content + "\n")
+        return root
+
+    return unpack
