@@ -33,7 +33,7 @@ def find_run(text: str) -> RunDir:
         if any(s.job_id == text for s in submissions(run)):
             return run
     # A job works in its run directory.
-    for job in slurm.squeue([text]) or []:
+    for job in slurm.squeue([text], timeout=slurm.AT_ONCE) or []:
         if (Path(job.workdir) / "run.json").is_file():
             return open_run(job.workdir)
     raise UserError(

@@ -53,14 +53,19 @@ def main(argv: list[str]) -> int:
     return EXIT_FINISHED
 
 
-def resume(run: RunDir, overrides: Sequence[str], by: str | None = None) -> None:
-    """Submit the run again; prints the job. `by` is noted with the submission.
+def resume(run: RunDir, overrides: Sequence[str], by: str | None = None, number: int | None = None) -> None:
+    """Submit the run again; prints the job.
+
+    Args:
+        by: noted with the submission.
+        number: the submission's; whoever decided on the ground of an earlier look at the run gives the number that was
+            the next one then.
 
     Raises:
         UserError: it still runs or waits, has nothing left to do, the changes are not allowed, or somebody else has
             submitted it meanwhile.
     """
-    number = next_number(run)  # before any look at the run: what is submitted after this takes the number
+    number = number or next_number(run)  # before any look at the run: what is submitted after this takes the number
     refuse_if_alive(run)
     plain = effective_config(run)
     changed = changed_config(plain, overrides) if overrides else plain

@@ -118,6 +118,34 @@ def squeue(
     return [] if "Invalid job id" in reply.err else None
 
 
+def node_states(nodes: str, timeout: float = TIMEOUT) -> dict[str, str] | None:
+    """State of each node of a host list, such as `mixed` or `down*`. None if Slurm does not answer."""
+    try:
+        reply = call(["sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T"], timeout)
+    except UserError:
+        return None
+    rows = (line.split() for line in reply.out.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2} if reply.code == 0 else None
+
+
+def release(job_id: str, cluster: str | None = None) -> Reply:
+    """Let a held job go."""
+    return call(["scontrol", *([f"--clusters={cluster}"] if cluster else []), "release", job_id])
+
+
+def was_cancelled(job_id: str, cluster: str | None = None) -> bool | None:
+    """Whether a person cancelled a job that squeue has forgotten. None where there is no accounting to ask."""
+    where = [f"--clusters={cluster}"] if cluster else []
+    try:
+        reply = call(
+            ["sacct", *where, "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={job_id}"]
+        )
+    except UserError:
+        return None
+    states = reply.out.split("\n")
+    return any(s.startswith("CANCELLED") for s in states) if reply.code == 0 and reply.out.strip() else None
+
+
 def scancel(job_ids: Sequence[str], cluster: str | None = None) -> Reply:
     return call(["scancel", *([f"--clusters={cluster}"] if cluster else []), *job_ids])
 

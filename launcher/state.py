@@ -61,12 +61,12 @@ class Facts:
     has_begun: bool = True  # whether its batch script was ever started
 
 
-def queue_of(runs: Iterable[RunDir]) -> Queue | None:
+def queue_of(runs: Iterable[RunDir], timeout: float = slurm.TIMEOUT) -> Queue | None:
     """What Slurm says of the newest job of each run; None if it does not answer or is not here."""
-    return jobs_of([submission for run in runs for submission in submissions(run)[-1:]])
+    return jobs_of([submission for run in runs for submission in submissions(run)[-1:]], timeout)
 
 
-def jobs_of(found_submissions: Iterable[Submission]) -> Queue | None:
+def jobs_of(found_submissions: Iterable[Submission], timeout: float = slurm.TIMEOUT) -> Queue | None:
     """The same for given submissions: one squeue call (one per cluster, where there are several)."""
     wanted: dict[str | None, list[str]] = {}
     for submission in found_submissions:
@@ -75,7 +75,7 @@ def jobs_of(found_submissions: Iterable[Submission]) -> Queue | None:
             wanted.setdefault(cluster_of(submission), []).append(job_id)
     found: dict[str, QueuedJob] = {}
     for cluster, job_ids in wanted.items():
-        jobs = slurm.squeue(job_ids, cluster)
+        jobs = slurm.squeue(job_ids, cluster, timeout)
         if jobs is None:
             return None
         found |= {job.job_id: job for job in jobs}

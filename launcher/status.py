@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from . import slurm
 from .find import DEFAULT_ROOT, find_runs, is_root
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED
@@ -60,7 +61,9 @@ def _summaries(runs: list[RunDir]) -> tuple[list[Summary], list[tuple[Path, str]
             readable.append(run)
         except (OSError, ValueError, KeyError) as e:
             damaged.append((run.path, str(e)))
-    queue = queue_of(readable)  # before any other file is read: see state.py
+    queue = queue_of(readable, slurm.AT_ONCE)  # before any other file is read: see state.py
+    if queue is None and slurm.is_available():
+        print("stoker status: Slurm does not answer; what follows is from the files alone", file=sys.stderr)
     found = []
     for run in readable:
         try:

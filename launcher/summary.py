@@ -67,8 +67,17 @@ def summarize(run: RunDir, queue: Queue | None) -> Summary:
         loss=_number(last, "loss", float),
         tokens_per_second=_number(last, "tokens_per_second", float),
         checkpoint=checkpoints[0].step if checkpoints else None,
-        progress=_number(last, "time", float),
+        progress=_progress(attempts, _number(last, "time", float)),
     )
+
+
+def _progress(attempts: list[AttemptDir], said: float | None) -> float | None:
+    """When the last step was done. The clock of the node that said it may be ahead; then the file's time is right."""
+    for attempt in reversed(attempts):
+        changed = [path.stat().st_mtime for _, path in attempt.all_metrics()]
+        if changed:
+            return None if said is None else min(said, max(changed))
+    return said
 
 
 def _total(run: RunDir) -> int | None:
@@ -109,6 +118,16 @@ def _end_of(path: Path) -> bytes:
 
 
 def _records(text: bytes) -> list[dict[str, Any]]:
+    """The lines of metrics in a piece of a file."""
+    return [record for record in _objects(text) if "step" in record]
+
+
+def tail_records(path: Path) -> list[dict[str, Any]]:
+    """The newest lines of a file of JSON lines, oldest first."""
+    return _objects(_end_of(path))
+
+
+def _objects(text: bytes) -> list[dict[str, Any]]:
     """The whole lines in a piece of a file; a torn one at either end is no record."""
     found = []
     for line in text.splitlines():
@@ -116,7 +135,7 @@ def _records(text: bytes) -> list[dict[str, Any]]:
             record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(record, dict) and "step" in record:
+        if isinstance(record, dict):
             found.append(record)
     return found
 

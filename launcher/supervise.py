@@ -42,6 +42,8 @@ from .track_start import start_tracker, stop_tracker
 
 TICK = 0.5  # seconds between looks at the clock, and for hangs
 FENCE_EVERY = 2.0
+SIGN_EVERY = 30.0  # seconds between two signs of life for `stoker watch`: the event file's time of change
+WARNING_PATIENCE = 5.0  # seconds that a warning waits for Slurm's word on what it means and how much time is left
 REQUEUE_MARGIN = 10.0  # seconds before the allocation's end at which a controller that is away is given up
 ASK_AGAIN = 3.0  # seconds until a question without a usable answer is put again
 END_FIRST, END_LONGEST = 30.0, 480.0  # seconds until an unanswered question for the allocation's end is put again
@@ -139,6 +141,8 @@ class Supervisor:
         self._ticked = 0.0
         self._ask_again_at: float | None = None
         self._warned_at: float | None = None
+        self._warned_how = ""
+        self._next_sign = 0.0
         self._next_fence = 0.0
 
     def serve(self) -> int:
@@ -148,7 +152,7 @@ class Supervisor:
             return self.exit_code
         launch = launch_agents(self.run, self.attempt, self.config, self.agents.addresses, self.token, self.job_id)
         if os.environ.get(WARNED):
-            self._ask("warning", "the warning came while the job was starting")
+            self._warned("the warning came while the job was starting")
         tracker = start_tracker(self.run, self.config)
         try:
             while self.exit_code is None:
@@ -238,6 +242,10 @@ class Supervisor:
             with contextlib.suppress(OSError):  # storage that does not answer says nothing of a later attempt
                 if not self.fence.is_current():
                     self._feed(p.Superseded())
+        if now >= self._next_sign:
+            self._next_sign = now + SIGN_EVERY
+            with contextlib.suppress(OSError):
+                os.utime(self.events.path)
         if now - self._ticked >= TICK:
             self._ticked = now
             self._look_at_the_clock()
@@ -251,7 +259,9 @@ class Supervisor:
         now = time.monotonic()
         if self.state.stop is not None:
             return
-        if now >= self._end_asked_at:
+        if self._warned_at is not None and now - self._warned_at > WARNING_PATIENCE:
+            self._answered(Question("warning", self._warned_how), None)  # it comes to a stop in any case
+        elif now >= self._end_asked_at:
             self._end_asked_at, self._end_pause = math.inf, min(2 * self._end_pause, END_LONGEST)
             self._ask("start")
         elif self.ends_at is not None and self.ends_at - now < self.state.settings.warning - CLOCK_WARNING_SLACK:
@@ -311,7 +321,7 @@ class Supervisor:
 
     def _warned(self, how: str) -> None:
         if self.state.stop is None:
-            self._warned_at = self._warned_at or time.monotonic()
+            self._warned_at, self._warned_how = self._warned_at or time.monotonic(), how
             self._ask("warning", how)
 
     def _terminated(self, by: str) -> None:

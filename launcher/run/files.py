@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
     with _staged(path, data.encode() if isinstance(data, str) else data, mode) as tmp:
         os.replace(tmp, path)
     fsync_dir(path.parent)
+
+
+def now_at(directory: Path) -> float:
+    """The time, in Unix seconds, by the clock that gives the files below `directory` their times: a file server's, on
+    most network file systems. Our own where nothing may be written there."""
+    probe = temporary_name(directory / "now")
+    try:
+        with open(probe, "xb"):
+            pass
+        return probe.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:

@@ -1,0 +1,226 @@
+"""The facts that `stoker watch` judges by: one squeue for all runs, then each run's files.
+
+Owns: gathering, and how old things are. Ages are differences of times that the file system gave, so the clocks of
+nodes and of this machine do not matter. Nothing here changes a run. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import slurm
+from .run.effective import effective_config
+from .run.files import now_at
+from .run.layout import AttemptDir, RunDir
+from .run.outcome import Cause, Outcome
+from .run.submissions import Submission, submissions
+from .state import Queue, State, attempts_of, jobs_of, look
+from .summary import tail_records
+from .watch_checks import Facts, Limits
+
+RECENT = 3600.0  # seconds for which an event is worth a line
+_LAST = 3  # submissions of a run that may have a job in the queue
+_ELAPSED = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+# Events that a person should hear of, and the fields that say what it was.
+ALERTS = {
+    "checkpoint_failed": ("error", "reason"),
+    "checkpoint_rejected": ("name", "reason"),
+    "prune_failed": ("error",),
+    "no_scontrol": ("consequence",),
+    "requeue_refused": ("error",),
+    "chain_refused": ("error",),
+    "bad_node": ("node", "reason"),
+    "node_avoided": ("node", "reason"),
+    "tracker_failed": ("error",),
+    "supervisor_failed": ("error",),
+}
+
+
+def ask(runs: Iterable[RunDir]) -> Queue | None:
+    """What Slurm says of the runs' jobs; None if it does not answer."""
+    return jobs_of([s for run in runs for s in submissions(run)[-_LAST:]])
+
+
+def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
+    """`queue` was asked before.
+
+    Raises:
+        OSError, ValueError: a file of the run is missing or damaged.
+    """
+    found = submissions(run)
+    state = look(run, queue)
+    plain = effective_config(run)
+    newest = found[-1] if found else None
+    job = _job(found, queue)
+    attempts = run.all_attempts()
+    last = attempts[-1] if attempts else None
+    outcome = Outcome.read(last) if last else None
+    now = now_at(run.path)
+    elapsed = seconds_of(job.elapsed) if job is not None and job.state == "RUNNING" else None
+    sign = _newest(_signs(last)) if last else None
+    silent, starting = _silence(now, sign, elapsed) if state.state is State.RUNNING else (None, None)
+    began = now - elapsed if elapsed is not None else None
+    step = _newest([path for a in attempts[-1:] for _, path in a.all_metrics()])
+    worked = max((t for t in (sign, _mtime(intention_path(newest) if newest else None)) if t), default=now)
+    disk = os.statvfs(run.path)
+    suspicious = silent is not None and silent > limits.silence
+    return Facts(
+        name=run.path.name,
+        state=state,
+        submission=newest.number if newest else 0,
+        mode=str(newest.intention.get("mode")) if newest else None,
+        is_cancelled=any(s.is_cancelled for s in found[-1:]),
+        queue_known=queue is not None,
+        job=job,
+        continuation=str(plain["resilience"]["continuation"]),
+        has_successor=_has_successor(found, queue),
+        attempts=len(attempts_of(run, newest)) if newest else 0,
+        outcome=outcome,
+        waiting=now - worked,
+        starting=starting,
+        silent=silent,
+        stalled=None if silent is None else now - max(t for t in (step, began, 0.0) if t is not None),
+        node_states=_node_states(job) if suspicious and job else "",
+        fruitless=fruitless(attempts),
+        resumes=_resumes(found),
+        releases=len(release_marks(newest)) if newest else 0,
+        was_replaced=newest is not None and replaced_path(newest).exists(),
+        alerts=_alerts(last, now) if last else (),
+        free=disk.f_bavail / disk.f_blocks if disk.f_blocks else None,
+        free_bytes=disk.f_bavail * disk.f_frsize,
+        checkpoint_bytes=_checkpoint_bytes(run),
+    )
+
+
+def intention_path(s: Submission) -> Path:
+    return s.run.submissions / f"{s.number:04d}.json"
+
+
+def replaced_path(s: Submission) -> Path:
+    """Written before the watch ends a job that does nothing, so that a watch which dies then is carried on."""
+    return s.run.submissions / f"{s.number:04d}.headless.json"
+
+
+def release_path(s: Submission, number: int) -> Path:
+    return s.run.submissions / f"{s.number:04d}.release-{number}.json"
+
+
+def release_marks(s: Submission) -> list[Path]:
+    return list(s.run.submissions.glob(f"{s.number:04d}.release-*.json"))
+
+
+def seconds_of(elapsed: str) -> float | None:
+    """squeue's time used: `1:05`, `2:03:04`, `1-02:03:04`; None for anything else."""
+    m = _ELAPSED.fullmatch(elapsed.strip())
+    if m is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in m.groups())
+    return float(((24 * days + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _job(found: Sequence[Submission], queue: Queue | None) -> slurm.QueuedJob | None:
+    """The job that works on the run; where none does, the newest."""
+    jobs = [job for s in found[-_LAST:] if (job := (queue or {}).get(s.job_id or "")) is not None]
+    working = [job for job in jobs if job.state in ("RUNNING", "COMPLETING", "SUSPENDED")]
+    return working[0] if working else jobs[-1] if jobs else None
+
+
+def _has_successor(found: Sequence[Submission], queue: Queue | None) -> bool | None:
+    if queue is None:
+        return None
+    jobs = [queue.get(s.job_id or "") for s in found[-_LAST:]]
+    return any(job is not None and job.state == "PENDING" for job in jobs) or any(s.job_id is None for s in found[-1:])
+
+
+def _silence(now: float, sign: float | None, elapsed: float | None) -> tuple[float | None, float | None]:
+    """(seconds since the last sign of this start of the job, or else seconds since that start).
+
+    The time used comes from another clock than the signs' ages; where the two are close, the later one counts.
+    """
+    if elapsed is None:
+        return None, None
+    if sign is None or now - sign > elapsed:
+        return None, elapsed
+    return now - sign, None
+
+
+def _signs(attempt: AttemptDir) -> list[Path]:
+    """What grows, or is touched, while something works on an attempt."""
+    folders = [attempt.path / "events", attempt.path / "logs"]
+    return [attempt.start, *(p for f in folders for p in f.glob("*")), *(p for _, p in attempt.all_metrics())]
+
+
+def _mtime(path: Path | None) -> float | None:
+    try:
+        return path.stat().st_mtime if path is not None else None
+    except OSError:
+        return None
+
+
+def _newest(paths: Iterable[Path]) -> float | None:
+    return max((t for t in map(_mtime, paths) if t is not None), default=None)
+
+
+def fruitless(attempts: Sequence[AttemptDir]) -> int:
+    """The newest ended attempts in a row without a step; what is the site's doing neither counts nor interrupts."""
+    count = 0
+    for attempt in reversed(attempts):
+        outcome = Outcome.read(attempt)
+        if _has_step(attempt):
+            break
+        if attempt is attempts[-1] and outcome is None:
+            continue  # it may be at work
+        if outcome is None or outcome.cause not in (Cause.PREEMPTED, Cause.NODE_FAILURE):
+            count += 1
+    return count
+
+
+def _has_step(attempt: AttemptDir) -> bool:
+    return any(path.stat().st_size for _, path in attempt.all_metrics())
+
+
+def _resumes(found: Sequence[Submission]) -> int:
+    count = 0
+    for s in reversed(found):
+        if s.intention.get("by") != "watch" or any(_has_step(a) for a in attempts_of(s.run, s)):
+            break
+        count += 1
+    return count
+
+
+def _alerts(attempt: AttemptDir, now: float) -> tuple[str, ...]:
+    """Recent events that warn of something, each kind once with its newest words."""
+    said: dict[str, str] = {}
+    for path in sorted((attempt.path / "events").glob("*.jsonl")):
+        changed = _mtime(path)
+        if changed is None or now - changed > RECENT:
+            continue
+        for record in tail_records(path):
+            name = str(record.get("event"))
+            # Events have the writer's clock, whose difference from the file's is that of its newest line.
+            if name in ALERTS and changed - float(record.get("time", 0.0)) < RECENT:
+                said[name] = _words(record, ALERTS[name])
+    return tuple(f"{name}: {text}" for name, text in said.items())
+
+
+def _words(record: dict[str, Any], fields: tuple[str, ...]) -> str:
+    words = " ".join(str(record[key]) for key in fields if record.get(key))
+    return " ".join(words.split())[:200] or "see events"
+
+
+def _checkpoint_bytes(run: RunDir) -> int:
+    total = 0
+    for name in run.all_checkpoints()[:1]:
+        with contextlib.suppress(OSError):
+            total = sum(entry.stat().st_size for entry in os.scandir(run.checkpoint(name)) if entry.is_file())
+    return total
+
+
+def _node_states(job: slurm.QueuedJob) -> str:
+    states = slurm.node_states(job.nodes) or {}
+    return ", ".join(f"{node} {state}" for node, state in sorted(states.items())[:8])

@@ -1,0 +1,85 @@
+"""What `stoker watch --fix` does about a finding, safely: never twice, and never to a run that a person has stopped.
+
+Owns: the actions. Two watchers may come to one run at once, and one may die in the middle: who resumes a run takes the
+submission number that its facts were gathered for (run/submissions.py), and what was begun is noted before it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+
+from . import slurm
+from .cancel import live_jobs, poll
+from .errors import UserError, environment_error
+from .resume import CLEARING, resume
+from .run.files import create_json
+from .run.layout import RunDir
+from .run.submissions import Submission, submissions
+from .state import cluster_of
+from .watch_checks import Facts, Fix
+from .watch_facts import release_marks, release_path, replaced_path
+
+NAME = "watch"  # in the record of what it submits
+
+
+def apply(fix: Fix, run: RunDir, facts: Facts) -> str:
+    """Do it; says in one sentence what was done.
+
+    Raises:
+        UserError: it could not be done, or need not be any more; says why.
+    """
+    found = submissions(run)
+    if not found or found[-1].number != facts.submission:
+        raise environment_error("somebody else has submitted it meanwhile")
+    if found[-1].is_cancelled:
+        raise environment_error("it was cancelled meanwhile")
+    return _ACTIONS[fix](run, found[-1], facts)
+
+
+def _release(run: RunDir, submission: Submission, facts: Facts) -> str:
+    assert facts.job is not None
+    number = len(release_marks(submission)) + 1
+    if not create_json(release_path(submission, number), {"job_id": facts.job.job_id, "reason": facts.job.reason}):
+        raise environment_error("somebody else is just releasing it")
+    reply = slurm.release(facts.job.job_id, cluster_of(submission))
+    if reply.code != 0:
+        raise environment_error(f"scontrol release {facts.job.job_id}: {' '.join(reply.err.split()) or 'no answer'}")
+    return f"released job {facts.job.job_id}"
+
+
+def _resume(run: RunDir, submission: Submission, facts: Facts) -> str:
+    job_id = submission.job_id
+    if job_id and facts.job is None and not facts.was_replaced and slurm.was_cancelled(job_id, cluster_of(submission)):
+        raise environment_error(f"job {job_id} was cancelled by scancel; `stoker resume` starts it again")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        resume(run, [], by=NAME, number=submission.number + 1)
+    return f"resumed: {' '.join(said.getvalue().split('job:')[-1].split()) or 'submitted'}"
+
+
+def _replace(run: RunDir, submission: Submission, facts: Facts) -> str:
+    assert facts.job is not None
+    job_id = facts.job.job_id
+    create_json(replaced_path(submission), {"job_id": job_id, "silent": facts.silent})
+    reply = slurm.scancel([job_id], cluster_of(submission))
+    if reply.code != 0 and "Invalid job id" not in reply.err:
+        raise environment_error(f"scancel {job_id}: {' '.join(reply.err.split()) or 'no answer'}")
+    if not poll(lambda: not live_jobs([submission]), CLEARING):
+        raise environment_error(f"job {job_id} was cancelled and does not end; the next look goes on")
+    return f"ended job {job_id}; {_resume(run, submission, facts)}"
+
+
+_ACTIONS: dict[Fix, Callable[[RunDir, Submission, Facts], str]] = {
+    Fix.RELEASE: _release,
+    Fix.RESUME: _resume,
+    Fix.REPLACE: _replace,
+}
+
+
+def try_to(fix: Fix, run: RunDir, facts: Facts) -> tuple[bool, str]:
+    """(whether it was done, what was done or why not). Never raises for one run's sake: there are others."""
+    try:
+        return True, apply(fix, run, facts)
+    except (UserError, ValueError, OSError) as e:
+        return False, " ".join(str(e).split())
