@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +127,12 @@ def test_an_interrupted_run_is_resumed_once_by_two_watchers(run: RunDir, fake_sl
     started(run, outcome=REQUEUED)
     fake_slurm.program("squeue", AFTER)
     fake_slurm.program("sbatch", ACCEPT)
-    together = threading.Barrier(2)
     stale = gather(run, ask([run]), Limits())
     assert stale.state.state.value == "INTERRUPTED"
-
-    def fix(_: int) -> tuple[bool, str]:
-        together.wait()
-        return watch_fix.try_to(watch_fix.Fix.RESUME, run, stale)
-
-    with ThreadPoolExecutor(2) as pool:
-        done = sorted(pool.map(fix, range(2)))
+    processes = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(2, processes) as pool:
+        futures = [pool.submit(watch_fix.try_to, watch_fix.Fix.RESUME, run, stale) for _ in range(2)]
+        done = sorted(future.result() for future in futures)
     assert [d[0] for d in done] == [False, True]
     assert done[1][1] == "resumed: 8"
     assert len(fake_slurm.calls("sbatch")) == 1
