@@ -57,6 +57,10 @@ def file_rules(config: Config) -> Iterator[Problem]:
     for field, prefix in given:
         yield from _tokens(config, field, prefix)
     yield from _tokenizers(config, given)
+
+
+def root_rules(config: Config) -> Iterator[Problem]:
+    """The same for where runs go."""
     root = Path(config.run_root)
     if config.run_root and root.exists() and not root.is_dir():
         yield Problem("run_root", config.run_root, "is a file; expected a directory, existing or to be made")

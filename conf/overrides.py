@@ -133,6 +133,8 @@ def _value(key: str, text: str, parser: OverridesParser, choices: Choices) -> st
     if isinstance(hint, Problem):
         group = nearest(key, choices) if "." not in key else None
         return [Problem(key, None, f"unknown key; did you mean {group}?")] if group else [hint]
+    if container(hint) == (list, str) and text[:1] == "[" and text[-1:] == "]":
+        return _texts(key, path, text, hint, parser)
     parsed = _parse(parser, key, text)
     if without_none(hint)[0] is str:
         return _text(key, path, text, hint, parsed)
@@ -149,3 +151,37 @@ def _text(key: str, path: list[str], text: str, hint: Any, parsed: Override | Pr
     if value is None or isinstance(value, str):
         return check_part(hint, value, path) or f"++{key}={text}"
     return f"++{key}={QuotedString(text, Quote.single).with_quotes()}"
+
+
+def _texts(key: str, path: list[str], text: str, hint: Any, parser: OverridesParser) -> str | list[Problem]:
+    """A list of strings: each element as if it stood alone, so that `[--lr,1e-3]` keeps its words as they are."""
+    values: list[str] = []
+    for item in _elements(text[1:-1]):
+        parsed = _parse(parser, key, item)
+        value: Any = parsed.value() if isinstance(parsed, Override) else item
+        values.append(value if isinstance(value, str) else item)
+    quoted = ",".join(QuotedString(value, Quote.single).with_quotes() for value in values)
+    return check_part(hint, values, path) or f"++{key}=[{quoted}]"
+
+
+def _elements(text: str) -> list[str]:
+    """The parts between the commas of a list's text, but for commas in quotes, in brackets or behind a backslash."""
+    parts, start, depth, quote, position = [], 0, 0, "", 0
+    while position < len(text):
+        c = text[position]
+        if c == "\\":
+            position += 1
+        elif quote:
+            quote = "" if c == quote else quote
+        elif c in "'\"" and not text[start:position].strip():
+            quote = c
+        elif c in "[{(":
+            depth += 1
+        elif c in "]})":
+            depth -= 1
+        elif c == "," and depth <= 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+        position += 1
+    rest = text[start:].strip()
+    return [*parts, rest] if parts or rest else []

@@ -41,6 +41,7 @@ class Snapshot:
     pythonpath: tuple[str, ...]  # directories of the archive that belong on the path, in order
     left_out: tuple[str, ...]  # files of the user's project that look like keys
     project: Path | None  # root of the user's project, None if there is none besides stoker itself
+    cwd: str | None = None  # the current directory's place in the archive, None if it is in no such project
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def collect(cwd: Path) -> Snapshot:
         if (project / "src").is_dir():
             pythonpath.append("code/user/src")
     _refuse_if_large(files)
-    return Snapshot(dict(sorted(files.items())), tuple(pythonpath), tuple(left_out), project)
+    inside = None if project is None else PurePosixPath("code/user", cwd.resolve().relative_to(project)).as_posix()
+    return Snapshot(dict(sorted(files.items())), tuple(pythonpath), tuple(left_out), project, inside)
 
 
 def pack(snapshot: Snapshot, path: Path) -> Packed:

@@ -11,7 +11,7 @@ import threading
 
 from . import local
 from .launch import print_warnings, show
-from .options import parser, request
+from .options import parse, parser, request
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
 from .run.submissions import new_submission
@@ -19,7 +19,7 @@ from .run.submissions import new_submission
 
 def main(argv: list[str]) -> int:
     p = parser("run", "Freeze a run and work on it here: cluster=local, or inside salloc on its nodes.")
-    arguments = p.parse_intermixed_args(argv)
+    arguments = parse(p, argv)
     from ..conf.schema import ClusterKind
     from .errors import environment_error
     from .freeze import freeze

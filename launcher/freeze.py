@@ -159,6 +159,7 @@ def _identity(plan: Plan, packed: code.Packed, found: dict[str, str] | None) -> 
             "bytes": packed.bytes,
             "files": packed.files,
             "pythonpath": list(plan.snapshot.pythonpath),
+            "cwd": plan.snapshot.cwd,
             "left_out": list(plan.snapshot.left_out),
         },
     }

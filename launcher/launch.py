@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .local import local_log, start_detached
-from .options import parser, request
+from .options import parse, parser, request
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
 from .run.submissions import Submission, new_submission
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--no-submit", action="store_true", help="freeze, and print the sbatch line")
     p.add_argument("--wait", action="store_true", help="wait for the run's end and exit with its exit code")
     p.add_argument("--follow", action="store_true", help="the same, and show the logs meanwhile")
-    arguments = p.parse_intermixed_args(argv)
+    arguments = parse(p, argv)
     from ..conf.schema import ClusterKind
     from .freeze import freeze
     from .prepare import prepare

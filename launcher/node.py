@@ -25,6 +25,7 @@ from .run.wire import Channel, Closed, Message
 
 PROPOSAL_PAUSE = 0.003  # seconds between writing a proposal and reading where workers are (see propose)
 TAIL_BYTES = 4096
+ZYGOTE_LIMIT = 3.0  # seconds in which a zygote that was left ends by itself
 
 
 class ChildEnded(Exception):
@@ -69,10 +70,13 @@ class Node:
     # Processes.
 
     def start_zygote(self) -> None:
+        """Start what starts workers: the zygote, or for a script of the user's own (`task.cmd`) its stand-in."""
+        is_own = bool(self._config["task"]["cmd"])
+        module = ["stoker.launcher.task", str(self._run.path)] if is_own else ["stoker.train.zygote"]
         ours, theirs = socket.socketpair()
         env = os.environ | {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_AGENT_PID": str(os.getpid())}
         self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "stoker.train.zygote"],
+            [sys.executable, "-m", *module],
             env=env,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -130,9 +134,16 @@ class Node:
 
     def kill_all(self) -> None:
         self.kill_workers()
-        if self._zygote is not None:
-            self._zygote.kill()
-            self._zygote.wait()
+        if self._zygote is None:
+            return
+        if self._to_zygote is not None:
+            # It ends by itself then, and takes along what its children have left behind.
+            self._to_zygote.close()
+            self._to_zygote = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._zygote.wait(ZYGOTE_LIMIT)
+        self._zygote.kill()
+        self._zygote.wait()
 
     def close(self) -> None:
         for w in self._workers.values():

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .fabric_order import natural
+from .fabric_order import natural, rank_key
 from .policy_basics import Decision, all_ended, cleared, end, form, outcome_of, requeue_or_fail
-from .policy_stop import answered, overdue, slurm_said, terminated, warned
+from .policy_stop import answered, asked_again, overdue, slurm_said, terminated, warned
 from .policy_trouble import act_on_trouble, agent_lost, launch_ended, look_for_hangs, suspect
 from .policy_types import (
     AgentJoined,
@@ -37,6 +37,7 @@ from .policy_types import (
     Trouble,
     Warned,
 )
+from .run.heartbeat import Phase
 from .run.outcome import EXIT_FAILED, Cause, Next
 
 SLOW_START = 30.0  # seconds after which a start says what it waits for
@@ -89,7 +90,7 @@ def _joined(state: State, e: AgentJoined) -> Decision:
         return state, ()
     # The others must reach the store: a node that came over loopback (Debian maps a host's own name so) may not be told
     # to them by that address. On one machine all came that way.
-    nodes = sorted(state.agents, key=natural)
+    nodes = sorted(state.agents, key=lambda n: rank_key(state.agents[n].place, n))
     host = next((n for n in nodes if not state.agents[n].address.startswith("127.")), nodes[0])
     note = Note("gathered", {"nodes": nodes, "store": host})
     return replace(state, store_node=host), (note, StartStore(host))
@@ -135,7 +136,7 @@ def _status(state: State, e: NodeStatus) -> Decision:
             view, step=step, phase=r.phase, sequence=r.sequence, age=r.age, median=r.median, is_named=is_named
         )
     state = replace(state, ranks=ranks)
-    done = min((r.step for r in ranks.values()), default=0)
+    done = min((r.step for r in ranks.values() if r.phase is not Phase.SILENT), default=0)
     if done > state.best_step:
         state = replace(state, best_step=done)
         if state.restarts and done >= state.mark + state.settings.progress_steps:
@@ -152,7 +153,8 @@ def _report(state: State, e: RankReport) -> Decision:
         return replace(state, saved_step=e.step, save_seconds=slowest, best_step=furthest), ()
     if e.event == "ended":
         step = view.step if e.step is None else e.step
-        return _with_rank(state, e.rank, replace(view, ended=e.finished, step=step)), ()
+        state = _with_rank(state, e.rank, replace(view, ended=e.finished, step=step))
+        return asked_again(state, f"rank {e.rank} {e.error}") if e.cause is Cause.REQUESTED else state, ()
     if e.event == "peer_lost":
         trouble = Trouble(
             Cause.CRASH, f"rank {e.rank} lost a peer: {e.error}", state.now + CULPRIT_GRACE, e.rank, view.node
@@ -173,7 +175,7 @@ def _exited(state: State, e: RankExited) -> Decision:
         return cleared(state)
     if state.stage is not Stage.RUNNING:
         return state, ()
-    if e.code == 0 and view.ended is not None:
+    if view.ended is not None and (e.code == 0 or state.settings.is_own_script):
         return all_ended(state)
     how = f"ended by {e.signal}" if e.signal else f"exited with code {e.code}"
     cause = Cause.CRASH

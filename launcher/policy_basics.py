@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .fabric_order import rank_key
-from .policy_types import Action, Finish, Form, KillWorkers, Note, RankView, Stage, State, StopPlan
+from .policy_types import Action, AskSlurm, Finish, Form, KillWorkers, Note, RankView, Stage, State, StopPlan, Trouble
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, Cause, Next, Outcome
 
 Decision = tuple[State, tuple[Action, ...]]
@@ -20,6 +20,10 @@ def form(state: State) -> Decision:
     assert store is not None
     per = state.settings.procs_per_node
     nodes = sorted(state.agents, key=lambda node: rank_key(state.agents[node].place, node))
+    if state.store_node in nodes:
+        # Rank 0 where the store is: a script of the user's own opens its own there, and all nodes can reach that host.
+        first_node = nodes.index(state.store_node)
+        nodes = nodes[first_node:] + nodes[:first_node]
     first = {node: i * per for i, node in enumerate(nodes)}
     ranks = {first[n] + k: RankView(n, step=0) for n in nodes for k in range(per)}
     state = replace(
@@ -43,11 +47,16 @@ def all_ended(state: State) -> Decision:
     step = min(r.step for r in state.ranks.values())
     state = replace(state, best_step=max(step, state.best_step))
     if all(r.ended for r in state.ranks.values()):
-        outcome = outcome_of(state, Cause.FINISHED, Next.NOTHING, EXIT_FINISHED, f"all {step} steps are done")
-        return end(state, outcome)
-    plan = state.stop
-    assert plan is not None, "workers stopped though nobody asked them to"
-    return end(state, after_stop(state, plan), ask=True)
+        reason = "all ranks exited 0" if state.settings.is_own_script else f"all {step} steps are done"
+        return end(state, outcome_of(state, Cause.FINISHED, Next.NOTHING, EXIT_FINISHED, reason))
+    if state.stop is not None:
+        return end(state, after_stop(state, state.stop), ask=True)
+    assert state.settings.is_own_script, "workers stopped though nobody asked them to"
+    # A signal reached them before us. What it means is Slurm's to say.
+    reason = "all ranks ended after a signal from outside"
+    patience = state.settings.closed_timeout
+    trouble = Trouble(Cause.REQUESTED, reason, state.now, is_certain=True, patience=patience)
+    return replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=trouble), (AskSlurm(),)
 
 
 def after_stop(state: State, plan: StopPlan) -> Outcome:

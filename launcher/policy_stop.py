@@ -30,6 +30,7 @@ from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_REQUEUE, Cause, Next,
 
 END_MARGIN = 8.0  # seconds before the allocation's end by which the requeue must have been asked for
 KILL_PATIENCE = 2.0  # seconds that killed workers may take when the allocation's end is near
+PREEMPTED = "preempted by a job of higher priority"
 UNKNOWN_SAVE = 5.0  # seconds a save is taken to need before one was seen
 
 
@@ -39,14 +40,18 @@ def _lead_needed(state: State) -> float:
 
 
 def warned(state: State, e: Warned) -> Decision:
-    if state.stop is not None or state.then is not None:
+    was_requested = state.stop is not None and state.stop.cause is Cause.REQUESTED
+    if (state.stop is not None and not was_requested) or state.then is not None:
         return state, ()
     left = e.seconds_left
     note = Note("warned", {"cause": e.cause.value, "reason": e.reason, "seconds_left": left})
     deadline = None if left is None else state.now + max(0.0, left - END_MARGIN)
     plan = StopPlan(e.cause, e.reason, deadline, 0, 2, requeue=e.requeue)
     has_stepped = state.ranks and all(r.phase not in (Phase.START,) for r in state.ranks.values())
-    too_late = left is not None and left < _lead_needed(state)
+    # What a script of the user's own makes of the time that is left is its own affair.
+    too_late = left is not None and left < _lead_needed(state) and not state.settings.is_own_script
+    if state.stage is Stage.AWAITING_SLURM and state.trouble and state.trouble.cause is Cause.REQUESTED:
+        return end(state, after_stop(state, plan), ask=True)  # its ranks had the signal before us, and have all ended
     if state.stage is not Stage.RUNNING or not has_stepped or too_late:
         why = "too little time for a save" if too_late else "nothing new to save"
         state = replace(state, stop=replace(plan, reason=f"{e.reason}; stopped at once: {why}"))
@@ -82,6 +87,17 @@ def answered(state: State, e: ProposalAnswer) -> Decision:
     return replace(state, stop=replace(plan, is_committed=True)), (note, Commit(state.generation, plan.step, True))
 
 
+def asked_again(state: State, reason: str) -> State:
+    """A rank of the user's own script has ended and wants the run to be started again: the others are to end as well.
+
+    They are not signalled. Usually all ranks have agreed on it, and some are still saving.
+    """
+    if state.stop is not None or state.stage is not Stage.RUNNING:
+        return state
+    deadline = state.now + state.settings.warning
+    return replace(state, stop=StopPlan(Cause.REQUESTED, reason, deadline, 0, 0, is_committed=True))
+
+
 def overdue(state: State, plan: StopPlan) -> Decision:
     """The allocation is about to end and the stop is not through: the requeue has to be asked for now."""
     if state.stage is Stage.RUNNING:
@@ -97,8 +113,7 @@ def terminated(state: State, e: Terminated) -> Decision:
     evidence = {"fate": e.fate.value, "by": e.by, **e.evidence}
     note = Note("terminated", evidence)
     if e.fate is JobFate.PREEMPTED:
-        reason = "preempted by a job of higher priority"
-        state, actions = warned(state, Warned(Cause.PREEMPTED, reason, e.seconds_left))
+        state, actions = warned(state, Warned(Cause.PREEMPTED, PREEMPTED, e.seconds_left))
         return state, (note, *actions)
     if e.fate is JobFate.RUNNING and state.trouble and state.trouble.cause is Cause.NODE_FAILURE:
         return state, (note,)  # Slurm is clearing up after the node; its verdict is still to come
@@ -128,7 +143,9 @@ def slurm_said(state: State, e: SlurmSaid) -> Decision:
         return state, (note, *actions)
     if e.fate is JobFate.UNKNOWN:
         return state, (note,)  # Slurm does not answer; the trouble's patience ends the wait
-    if e.fate in (JobFate.RUNNING, JobFate.PREEMPTED):
+    if e.fate is JobFate.PREEMPTED and state.trouble and state.trouble.cause is Cause.REQUESTED:
+        outcome = requeue_or_fail(state, Cause.PREEMPTED, PREEMPTED)
+    elif e.fate in (JobFate.RUNNING, JobFate.PREEMPTED):
         assert state.trouble is not None
         if state.launch_code in KILLED:
             reason = (

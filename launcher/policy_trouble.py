@@ -111,7 +111,8 @@ def hang_limit(s: Settings, phase: Phase, step_seconds: float) -> float:
 
 
 def look_for_hangs(state: State) -> Decision:
-    ranks = {k: r for k, r in state.ranks.items() if r.is_alive and r.ended is None and r.phase is not Phase.HOLD}
+    told = {k: r for k, r in state.ranks.items() if r.is_alive and r.ended is None}
+    ranks = {k: r for k, r in told.items() if r.phase not in (Phase.HOLD, Phase.SILENT)}
     medians = [r.median for r in ranks.values() if r.median]
     step_seconds = median(medians) if medians else 0.0
     # Before the first step is through, a step may still compile and warm up: the start's limit holds.

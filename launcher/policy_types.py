@@ -31,6 +31,7 @@ class Settings:
     max_restarts: int = 3
     progress_steps: int = 10
     by_topology: bool = True  # ranks follow the switches, else names alone
+    is_own_script: bool = False  # workers are processes of the user's own (task.cmd)
 
     @property
     def world_size(self) -> int:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from .. import __version__
 from ..conf.checks import check
+from ..conf.checks_task import without_effect
 from ..conf.compose import Composed, compose
 from ..conf.problems import ConfigError, Problem
-from ..conf.schema import ClusterKind, Config
-from . import code, environment, lints, slurm
+from ..conf.schema import ClusterKind, Config, ContainerRuntime
+from . import code, environment, lints, slurm, task_words
 from .errors import UserError
 from .freeze import Plan, new_id
 from .render import render, script_of
@@ -52,13 +53,18 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
     composed = _compose(request)
     config = composed.config
     errors, warnings = problems_of(config, needs_slurm)
+    snapshot = code.collect(request.cwd) if config.task.cmd or not errors else None
+    if config.task.cmd and snapshot is not None:
+        found = _own_script(composed, request.cwd, snapshot)
+        errors += found.errors
+        warnings += found.warnings
     run_id = new_id()
     directory = request.run_dir or Path(config.run_root) / f"{config.name}-{run_id}"
     python = interpreter(config, request.cwd)
     if errors:
         raise UserError("\n".join(errors))
+    assert snapshot is not None
     script = render(script_of(config, directory, run_id, __version__, python))
-    snapshot = code.collect(request.cwd)
     warnings += _plugins(config, snapshot)
     if snapshot.left_out:
         warnings.append(f"left out of the code snapshot, since they look like keys: {', '.join(snapshot.left_out)}")
@@ -122,6 +128,20 @@ def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]
         errors += live.errors
         warnings += live.warnings
     return list(dict.fromkeys(errors)), list(dict.fromkeys(warnings))
+
+
+def _own_script(composed: Composed, cwd: Path, snapshot: code.Snapshot) -> task_words.Findings:
+    """What is wrong or doubtful with `task.cmd`, besides its words (conf/checks_task.py)."""
+    config = composed.config
+    if not config.task.cmd[0]:
+        return task_words.Findings()
+    is_here = config.container.runtime is ContainerRuntime.none
+    found = task_words.look(config.task.cmd, cwd, snapshot.cwd, snapshot.files.keys(), is_here)
+    ignored = without_effect(composed.plain, compose(()).plain)
+    if not ignored:
+        return found
+    warning = f"{', '.join(ignored)}: without effect: task.cmd runs a script of your own, not stoker's trainer"
+    return task_words.Findings(found.errors, (*found.warnings, warning))
 
 
 def _plugins(config: Config, snapshot: code.Snapshot) -> list[str]:

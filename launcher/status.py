@@ -113,9 +113,13 @@ def one_screen(s: Summary, attempts: list[AttemptSummary], now: float) -> str:
     if s.job_id:
         lines.append(f"job         {s.job_id}")
     if s.progress is not None:
-        figures = f"loss {_loss(s.loss)}, {_speed(s.tokens_per_second)} tokens/s, {duration(now - s.progress)} ago"
-        lines.append(f"progress    step {_step(s)}, {figures}")
-    lines.append(f"checkpoint  {'none' if s.checkpoint is None else f'step {s.checkpoint}'}")
+        figures = [f"step {_step(s)}"]
+        figures += [] if s.is_own_script and s.loss is None else [f"loss {_loss(s.loss)}"]
+        is_told = s.tokens_per_second is not None or not s.is_own_script
+        figures += [f"{_speed(s.tokens_per_second)} tokens/s"] if is_told else []
+        lines.append(f"progress    {', '.join(figures)}, {duration(now - s.progress)} ago")
+    if not s.is_own_script:
+        lines.append(f"checkpoint  {'none' if s.checkpoint is None else f'step {s.checkpoint}'}")
     shown = attempts[-15:]
     if shown:
         left_out = f" (the last {len(shown)} of {len(attempts)})" if len(shown) < len(attempts) else ""
@@ -147,7 +151,11 @@ def _short(text: str) -> str:
 
 
 def _step(s: Summary) -> str:
-    return "-" if s.step is None and s.total is None else f"{s.step or 0}/{s.total if s.total is not None else '?'}"
+    if s.step is None and s.total is None:
+        return "-"
+    if s.is_own_script:
+        return str(s.step)
+    return f"{s.step or 0}/{s.total if s.total is not None else '?'}"
 
 
 def _loss(loss: float | None) -> str:

@@ -49,12 +49,14 @@ class Summary:
     tokens_per_second: float | None
     checkpoint: int | None  # step of the newest
     progress: float | None  # Unix seconds of the last step
+    is_own_script: bool = False  # task.cmd: only the script knows how many steps there will be, and its checkpoints
 
 
 def summarize(run: RunDir, queue: Queue | None) -> Summary:
     found = submissions(run)
     attempts = run.all_attempts()
     last = last_metric(attempts)
+    is_own = _is_own_script(run)
     checkpoints = [c for c in run.all_checkpoints() if (run.checkpoint(c) / "manifest.json").is_file()]
     return Summary(
         run=run,
@@ -63,11 +65,12 @@ def summarize(run: RunDir, queue: Queue | None) -> Summary:
         job_id=found[-1].job_id if found else None,
         attempts=len(attempts),
         step=_number(last, "step", int),
-        total=_total(run),
+        total=None if is_own else _total(run),
         loss=_number(last, "loss", float),
         tokens_per_second=_number(last, "tokens_per_second", float),
         checkpoint=checkpoints[0].step if checkpoints else None,
         progress=_progress(attempts, _number(last, "time", float)),
+        is_own_script=is_own,
     )
 
 
@@ -78,6 +81,13 @@ def _progress(attempts: list[AttemptDir], said: float | None) -> float | None:
         if changed:
             return None if said is None else min(said, max(changed))
     return said
+
+
+def _is_own_script(run: RunDir) -> bool:
+    try:
+        return bool(effective_config(run).get("task", {}).get("cmd"))
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _total(run: RunDir) -> int | None:

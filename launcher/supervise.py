@@ -106,6 +106,7 @@ def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
         max_restarts=r["max_restarts"],
         progress_steps=r["progress_steps"],
         by_topology=config["fabric"]["rank_order"] == "topology",
+        is_own_script=bool(config["task"]["cmd"]),
     )
 
 

@@ -43,6 +43,7 @@ class Phase(IntEnum):
     HOLD = 5  # waits at a proposed stop step
     DONE = 6
     COMPILE = 7
+    SILENT = 8  # a script of the user's own that does not say where it is
 
 
 @dataclass(frozen=True)

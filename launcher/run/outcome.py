@@ -37,6 +37,7 @@ class Cause(str, Enum):
     NO_PROGRESS = "no_progress"
     DIVERGED = "diverged"
     CANCELLED = "cancelled"
+    REQUESTED = "requested"  # a training script of the user's own asked to be started again
     BAD_CONFIG = "bad_config"
     SUPERSEDED = "superseded"
 

@@ -63,7 +63,7 @@ def test_workers_start_once_every_agent_and_the_store_are_ready() -> None:
     s = Scene()
     assert s.feed(p.AgentJoined("n10", "10.0.0.10"), p.AgentReady("n10")) == []
     assert s.feed(p.AgentJoined("n2", "127.0.1.1"), p.AgentReady("n2")) == [p.StartStore("n10")]
-    assert s.feed(p.StoreUp("10.0.0.10", 4000)) == [p.Form(1, {"n2": 0, "n10": 1}, ("10.0.0.10", 4000))]
+    assert s.feed(p.StoreUp("10.0.0.10", 4000)) == [p.Form(1, {"n10": 0, "n2": 1}, ("10.0.0.10", 4000))]
 
 
 def test_agents_that_do_not_come_requeue_the_run_and_name_those_that_did() -> None:
