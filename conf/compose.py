@@ -31,6 +31,7 @@ from omegaconf.errors import (
 )
 
 from .load import from_plain, to_plain
+from .mounts import is_file_image
 from .overrides import prepare
 from .problems import ConfigError, Problem, no_such_choice
 from .schema import Config
@@ -157,6 +158,9 @@ def _make_absolute(plain: dict[str, Any], base: Path) -> None:
     for holder, key in [(plain, "run_root"), (data, "tokenizer"), *((source, "prefix") for source in data["sources"])]:
         if holder[key]:
             holder[key] = str(base / Path(holder[key]).expanduser())
+    container = plain["container"]
+    if is_file_image(container["runtime"], container["image"]):
+        container["image"] = str(base / Path(container["image"]).expanduser())
 
 
 def _translated(e: Exception, known: Choices) -> Problem:

@@ -187,13 +187,13 @@ class ContainerConfig:
     """Agents and workers run inside it; the supervisor and Slurm's commands on the host."""
 
     runtime: ContainerRuntime = ContainerRuntime.none  # command: words of your own, e.g. bwrap or podman-hpc
-    image: str | None = (
-        None  # pyxis: registry image or .sqsh file; apptainer: .sif file, directory or docker:// address
-    )
+    image: str | None = None  # pyxis: .sqsh file or REGISTRY#IMAGE:TAG; apptainer: .sif file, directory or docker://...
     mounts: list[str] = field(default_factory=list)  # HOST[:INSIDE[:ro]] besides run, data and node-local directories
-    python: str = "python3"  # interpreter inside
+    python: str = "python3"  # interpreter inside, with torch; stoker's code comes with the run
     options: list[str] = field(default_factory=list)  # further options of srun (pyxis) or of `apptainer exec`
-    command: list[str] = field(default_factory=list)  # runtime=command: what stands before the interpreter
+    command: list[str] = field(
+        default_factory=list
+    )  # runtime=command; words with {source} and {target} are repeated for each mount, {image} is the image
 
 
 @dataclass
@@ -225,14 +225,14 @@ class ClusterConfig:
     mail_user: str | None = None  # default: who submits
     sbatch: dict[str, str] = field(default_factory=dict)  # further long options, checked against a list
     modules: list[str] = field(default_factory=list)  # loaded after a `module purge`, in this order
-    conda: str | None = None  # environment (name or prefix) that is activated
+    conda: str | None = None  # environment (name or prefix) that is activated; its python is used
     setup: list[str] = field(default_factory=list)  # shell lines run before the supervisor, after modules and conda
     env: dict[str, str] = field(default_factory=dict)  # variables of the job; never a key or password
     python: str | None = None  # interpreter inside the job; default: the submitting one
     stage_env: bool = (
         False  # one archive of the Python environment is unpacked on each node, instead of thousands of reads
     )
-    local_dir: str | None = None  # node-local storage; default: SLURM_TMPDIR, TMPDIR, or /tmp of the node
+    local_dir: str | None = None  # node-local storage, $NAME allowed; default: SLURM_TMPDIR, TMPDIR, or /tmp of the node
     omp_threads: int = 1  # OMP_NUM_THREADS of each worker
 
 

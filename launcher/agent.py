@@ -7,6 +7,7 @@ workers are killed, so that nothing of a cut-off node trains on unseen for ever.
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import select
@@ -19,6 +20,7 @@ from typing import Any
 from .fabric_order import place_of
 from .node import ChildEnded, Node
 from .protocol import ADDRESSES, ATTEMPT, LEASE, NODE, TOKEN, answer
+from .run.bootstrap import STAGED
 from .run.events import EventLog
 from .run.layout import AttemptDir, RunDir
 from .run.wire import Channel, Closed, Keepalive
@@ -103,6 +105,9 @@ class Agent:
     ) -> None:
         self.supervisor, self.signals, self.name, self.lease = supervisor, signals, name, lease
         self.events = EventLog(attempt.events(name), name, attempt.number)
+        if STAGED in os.environ:  # bootstrap.py's word, from before there were events
+            found = json.loads(os.environ[STAGED])
+            self.events.write("environment_staged" if "directory" in found else "environment_not_staged", **found)
         self.node = Node(run, attempt, config, supervisor.send, self.events)
         self.keepalive = Keepalive({"kind": "status", "ranks": []}, lambda: [supervisor])
         self.heard = self.told_all = self.looked = time.monotonic()

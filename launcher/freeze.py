@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import code
+from . import code, stage
 from .environment import recorded
 from .errors import environment_error
 from .run import packages
@@ -48,6 +48,7 @@ class Plan:
     python: str  # interpreter inside the job
     script: str
     snapshot: code.Snapshot
+    staged: stage.Environment | None = None
 
 
 def new_id(now: float | None = None) -> str:
@@ -60,12 +61,15 @@ def freeze(plan: Plan, environment: Mapping[str, str]) -> RunDir:
     """Make the run directory.
 
     Raises:
-        UserError: it exists already, or cannot be written (full, read-only, no permission); nothing is left then.
+        UserError: it exists already, or cannot be written (full, read-only, no permission); nothing is left then but
+            a packed environment, which is not this run's alone.
     """
     target = plan.directory
     if os.path.lexists(target):
         raise environment_error(f"{target} exists already; choose another --run-dir, or leave the choice to stoker")
     with _explained(plan), _new_folders(target.parent):
+        if plan.staged is not None:
+            stage.ensure(plan.staged)
         tmp = temporary_name(target)
         tmp.mkdir()
         try:

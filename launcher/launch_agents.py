@@ -1,16 +1,20 @@
 """How agents are started: by one srun over the allocation, or directly on this machine without Slurm.
 
 Owns: the srun line (golden test) and the local stand-in. The pinned flags: see docs/architecture.md, "In the job".
+What stands before the interpreter in a container is container.py's.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from typing import Any, Protocol
 
+from .container import Entry, entry, environment_inside
 from .protocol import ADDRESSES, ATTEMPT, LEASE, NODE, TOKEN
+from .run.bootstrap import LOCAL_DIR, local_parents
 from .run.layout import AttemptDir, RunDir
 
 
@@ -22,7 +26,7 @@ class Launch(Protocol):
         """Wait a moment for the agents to quit, then kill."""
 
 
-def srun_command(run: RunDir, config: dict[str, Any], python: str) -> list[str]:
+def srun_command(run: RunDir, config: dict[str, Any], inside: Entry) -> list[str]:
     """One agent per node. Nothing here depends on srun's changing defaults."""
     cluster = config["cluster"]
     nodes = str(cluster["nodes"])
@@ -39,11 +43,15 @@ def srun_command(run: RunDir, config: dict[str, Any], python: str) -> list[str]:
         "--overlap",
         "--cpu-bind=none",
         "--export=ALL",
-        python,
-        str(run.path / "bootstrap.py"),
-        "stoker.launcher.agent",
-        str(run.path),
+        *inside.options,
+        *agent_command(run, config, inside),
     ]
+
+
+def agent_command(run: RunDir, config: dict[str, Any], inside: Entry) -> list[str]:
+    staged = ["--staged"] if config["cluster"]["stage_env"] else []
+    bootstrap = str(run.path / "bootstrap.py")
+    return [*inside.words, inside.python, bootstrap, *staged, "stoker.launcher.agent", str(run.path)]
 
 
 def local_nodes(count: int) -> list[str]:
@@ -60,10 +68,18 @@ def launch_agents(
         LEASE: str(config["resilience"]["lease"]),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(config["cluster"]["omp_threads"])),
     }
+    # Mounted at the same path, so that inside and outside agree on it.
+    local = str(next((p for p in local_parents(os.environ) if p.is_dir()), "/tmp"))
+    apptainer = next((p for p in ("apptainer", "singularity") if shutil.which(p)), "apptainer")
+    inside = entry(config, str(run.path), sys.executable, local, apptainer)
+    if config["container"]["runtime"] != "none":
+        env = environment_inside(env, config["cluster"]["env"], (sys.prefix,)) | {LOCAL_DIR: local}
     if job_id is not None:
-        command = srun_command(run, config, sys.executable)
+        command = srun_command(run, config, inside)
         return _Processes([subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)])
-    command = [sys.executable, "-m", "stoker.launcher.agent", str(run.path)]
+    command = agent_command(run, config, inside)
+    if config["container"]["runtime"] == "none":
+        command = [sys.executable, "-m", "stoker.launcher.agent", str(run.path)]  # the frozen code is on our path
     # A session of their own: Ctrl-C in the terminal is the supervisor's to interpret.
     return _Processes(
         [

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .caches import cache_variables
 from .fabric_node import Fabric
 from .run.events import EventLog
 from .run.heartbeat import Control, Heartbeat, Phase, Segment
@@ -75,6 +76,7 @@ class Node:
         module = ["stoker.launcher.task", str(self._run.path)] if is_own else ["stoker.train.zygote"]
         ours, theirs = socket.socketpair()
         env = os.environ | {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_AGENT_PID": str(os.getpid())}
+        env |= cache_variables(os.environ)
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", *module],
             env=env,

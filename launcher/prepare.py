@@ -10,14 +10,16 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..conf.checks import check
 from ..conf.checks_task import without_effect
 from ..conf.compose import Composed, compose
+from ..conf.mounts import separators_in
 from ..conf.problems import ConfigError, Problem
 from ..conf.schema import ClusterKind, Config, ContainerRuntime
-from . import code, environment, lints, slurm, task_words
+from . import code, environment, lints, slurm, stage, task_words
 from .errors import UserError
 from .freeze import Plan, new_id
 from .render import render, script_of
@@ -64,10 +66,18 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
     if errors:
         raise UserError("\n".join(errors))
     assert snapshot is not None
-    script = render(script_of(config, directory, run_id, __version__, python))
+    staged = environment_to_stage(config, python)
+    archive = staged.archive if staged else None
+    script = render(script_of(config, directory, run_id, __version__, python, archive))
+    refuse_unmountable(composed.plain, directory)
     warnings += _plugins(config, snapshot)
     if snapshot.left_out:
         warnings.append(f"left out of the code snapshot, since they look like keys: {', '.join(snapshot.left_out)}")
+    if staged and staged.elsewhere:
+        warnings.append(
+            f"cluster.stage_env=true: not staged, since outside of {staged.prefix} (nodes still read it from there): "
+            f"{', '.join(staged.elsewhere)}"
+        )
     plan = Plan(
         directory=directory,
         run_id=run_id,
@@ -81,6 +91,7 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
         python=python,
         script=script,
         snapshot=snapshot,
+        staged=staged,
     )
     return Prepared(plan, config, tuple(warnings))
 
@@ -161,8 +172,32 @@ def _plugins(config: Config, snapshot: code.Snapshot) -> list[str]:
 
 def interpreter(config: Config, cwd: Path) -> str:
     """The interpreter inside the job; a relative path is meant from here."""
-    chosen = config.cluster.python or sys.executable
+    # A conda environment brings its own, first on the path once it is activated.
+    chosen = config.cluster.python or ("python" if config.cluster.conda else sys.executable)
     return os.path.normpath(cwd / Path(chosen).expanduser()) if "/" in chosen else chosen
+
+
+def environment_to_stage(config: Config, python: str) -> stage.Environment | None:
+    """What cluster.stage_env means for the interpreter that the job will use.
+
+    Raises:
+        UserError: it cannot be staged.
+    """
+    cluster = config.cluster
+    if not cluster.stage_env or cluster.kind is not ClusterKind.slurm:
+        return None
+    if cluster.conda and not cluster.python:
+        python = os.path.join(cluster.conda, "bin", "python")
+    return stage.plan(python, Path(config.run_root))
+
+
+def refuse_unmountable(plain: dict[str, Any], directory: Path) -> None:
+    """Raises UserError for a run directory (from --run-dir) that the container's runtime cannot mount."""
+    runtime = plain["container"]["runtime"]
+    found = separators_in(runtime, str(directory))
+    if found:
+        text = f"run directory {directory}: {runtime} cannot mount a path with {' '.join(map(repr, found))}; choose another"
+        raise UserError(text)
 
 
 def _secrets_in(config: Config, named: set[str]) -> list[str]:

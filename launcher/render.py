@@ -14,6 +14,7 @@ from pathlib import Path
 import jinja2
 
 from ..conf.schema import ClusterConfig, ClusterKind, Config, Continuation
+from .run.bootstrap import ENV_ARCHIVE, LOCAL_DIR
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "slurm_templates"
 Value = str | int | bool | None
@@ -27,7 +28,7 @@ class Script:
     """Everything the template needs.
 
     `options` are sbatch's long options; None and False are left out, True is a bare flag. `setup` lines are shell text
-    and go in as they are; everything else is quoted.
+    and go in as they are; everything else is quoted. `is_own_python`: the interpreter is not the submitting shell's.
     """
 
     run_dir: str
@@ -37,19 +38,36 @@ class Script:
     options: tuple[tuple[str, Value], ...]
     env: tuple[tuple[str, str], ...]
     setup: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+    conda: str | None = None
+    is_own_python: bool = False
 
 
-def script_of(config: Config, run_dir: Path, run_id: str, version: str, python: str) -> Script:
+def script_of(
+    config: Config, run_dir: Path, run_id: str, version: str, python: str, env_archive: Path | None = None
+) -> Script:
     """What a configuration means for the script.
+
+    env_archive: the packed Python environment, with cluster.stage_env.
 
     Raises:
         ValueError: a value cannot stand in an #SBATCH line or an environment variable; names the field.
     """
     cluster = config.cluster
     env = {"OMP_NUM_THREADS": str(cluster.omp_threads)} | dict(cluster.env)
-    options = _options(config, run_dir) if cluster.kind is ClusterKind.slurm else ()
+    env |= {LOCAL_DIR: cluster.local_dir} if cluster.local_dir else {}
+    env |= {ENV_ARCHIVE: str(env_archive)} if env_archive else {}
     return Script(
-        str(run_dir), run_id, version, python, options, tuple((n, str(v)) for n, v in env.items()), tuple(cluster.setup)
+        run_dir=str(run_dir),
+        run_id=run_id,
+        version=version,
+        python=python,
+        options=_options(config, run_dir) if cluster.kind is ClusterKind.slurm else (),
+        env=tuple((name, str(value)) for name, value in env.items()),
+        setup=tuple(cluster.setup),
+        modules=tuple(cluster.modules),
+        conda=cluster.conda,
+        is_own_python=bool(cluster.modules or cluster.conda or cluster.python),
     )
 
 
@@ -150,6 +168,9 @@ def render(script: Script, template: str = "supervisor.sbatch.j2") -> str:
         python=script.python,
         env=script.env,
         setup=script.setup,
+        modules=script.modules,
+        conda=script.conda,
+        is_own_python=script.is_own_python,
     )
 
 

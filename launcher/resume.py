@@ -191,8 +191,9 @@ def _script(run: RunDir, plain: dict[str, Any]) -> str:
     from .. import __version__
     from ..conf.load import from_plain
     from ..conf.schema import ClusterKind
+    from . import stage
     from .launch import print_warnings
-    from .prepare import interpreter, problems_of
+    from .prepare import environment_to_stage, interpreter, problems_of
     from .render import render, script_of
 
     config = from_plain(plain)
@@ -200,6 +201,10 @@ def _script(run: RunDir, plain: dict[str, Any]) -> str:
     if errors:
         raise UserError("\n".join(errors))
     print_warnings(warnings)
-    python = config.cluster.python and interpreter(config, Path.cwd())
-    python = python or str(read_json(run.env).get("python") or "")
-    return render(script_of(config, run.path, str(read_json(run.run)["id"]), __version__, python))
+    is_given = config.cluster.python or config.cluster.conda
+    python = interpreter(config, Path.cwd()) if is_given else str(read_json(run.env).get("python") or "")
+    staged = environment_to_stage(config, python)
+    if staged is not None:
+        stage.ensure(staged)
+    archive = staged.archive if staged else None
+    return render(script_of(config, run.path, str(read_json(run.run)["id"]), __version__, python, archive))

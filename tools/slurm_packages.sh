@@ -6,8 +6,8 @@
 # Does not run apt when every program is there. The packages' services are not started: the clusters are private.
 set -euo pipefail
 
-base_programs=(slurmctld slurmd sbatch srun scontrol squeue munged ip ps unshare nsenter)
-base_packages=(slurm-wlm slurmctld slurmd munge iproute2 procps util-linux)
+base_programs=(slurmctld slurmd sbatch srun scontrol squeue munged ip ps unshare nsenter bwrap)
+base_packages=(slurm-wlm slurmctld slurmd munge iproute2 procps util-linux bubblewrap)
 accounting_programs=(slurmdbd sacctmgr mariadbd mariadb-install-db)
 accounting_packages=(slurmdbd mariadb-server)
 

@@ -145,7 +145,7 @@ def test_damaged_copy_is_replaced_without_touching_it(damage: str, run_dir: Path
 
 
 def test_full_or_read_only_tmp_falls_back_to_the_run_directory(run_dir: Path, tmp_path: Path) -> None:
-    env = os.environ | {"STOKER_CODE_DIR": "/proc"}
+    env = os.environ | {"STOKER_LOCAL_DIR": "/proc"}
     command = [sys.executable, str(run_dir / "bootstrap.py"), "stoker.probe"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
