@@ -72,7 +72,9 @@ def _staging(config: Config) -> Iterator[Problem]:
     if not cluster.stage_env:
         return
     if config.container.runtime is not ContainerRuntime.none:
-        yield Problem("cluster.stage_env", "true", "the image of the container is the environment; leave one of them out")
+        yield Problem(
+            "cluster.stage_env", "true", "the image of the container is the environment; leave one of them out"
+        )
     elif cluster.kind is ClusterKind.local:
         yield Problem("cluster.stage_env", "true", "has no effect with cluster.kind=local; leave it out", "warning")
     elif cluster.conda is not None and cluster.python is None and "/" not in cluster.conda:
@@ -84,7 +86,9 @@ def _without_container(config: Config) -> Iterator[Problem]:
     container = config.container
     for name in ("image", "mounts", "options", "command"):
         if getattr(container, name):
-            yield Problem(f"container.{name}", None, "has no effect without container.runtime; set it, or leave this out")
+            yield Problem(
+                f"container.{name}", None, "has no effect without container.runtime; set it, or leave this out"
+            )
 
 
 def _image(config: Config) -> Iterator[Problem]:
@@ -145,7 +149,9 @@ def _command(config: Config) -> Iterator[Problem]:
 def _pyxis(config: Config) -> Iterator[Problem]:
     container, cluster = config.container, config.cluster
     if cluster.kind is ClusterKind.local:
-        yield Problem("container.runtime", "pyxis", "is a part of Slurm; with cluster.kind=local use apptainer or command")
+        yield Problem(
+            "container.runtime", "pyxis", "is a part of Slurm; with cluster.kind=local use apptainer or command"
+        )
     for position, option in enumerate(container.options):
         field, name = f"container.options.{position}", option.lstrip("-").partition("=")[0]
         if not option.startswith("-"):

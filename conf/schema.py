@@ -191,9 +191,7 @@ class ContainerConfig:
     mounts: list[str] = field(default_factory=list)  # HOST[:INSIDE[:ro]] besides run, data and node-local directories
     python: str = "python3"  # interpreter inside, with torch; stoker's code comes with the run
     options: list[str] = field(default_factory=list)  # further options of srun (pyxis) or of `apptainer exec`
-    command: list[str] = field(
-        default_factory=list
-    )  # runtime=command; words with {source} and {target} are repeated for each mount, {image} is the image
+    command: list[str] = field(default_factory=list)  # runtime=command; {image}, {source}, {target} are filled in
 
 
 @dataclass
@@ -232,7 +230,7 @@ class ClusterConfig:
     stage_env: bool = (
         False  # one archive of the Python environment is unpacked on each node, instead of thousands of reads
     )
-    local_dir: str | None = None  # node-local storage, $NAME allowed; default: SLURM_TMPDIR, TMPDIR, or /tmp of the node
+    local_dir: str | None = None  # of each node, $NAME allowed; default: SLURM_TMPDIR, TMPDIR, or /tmp
     omp_threads: int = 1  # OMP_NUM_THREADS of each worker
 
 

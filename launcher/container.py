@@ -87,9 +87,7 @@ def _pyxis(container: Mapping[str, Any], mounts: Iterable[Mount], run_dir: str) 
     )
 
 
-def _apptainer(
-    container: Mapping[str, Any], mounts: Iterable[Mount], program: str, has_gpus: bool
-) -> tuple[str, ...]:
+def _apptainer(container: Mapping[str, Any], mounts: Iterable[Mount], program: str, has_gpus: bool) -> tuple[str, ...]:
     own = list(container["options"])
     gpus = ["--nv"] if has_gpus and not any(o in _GPU_OPTIONS for o in own) else []
     binds = [word for m in mounts for word in ("--bind", f"{m.source}:{m.target}{':ro' * m.read_only}")]

@@ -196,8 +196,8 @@ def refuse_unmountable(plain: dict[str, Any], directory: Path) -> None:
     runtime = plain["container"]["runtime"]
     found = separators_in(runtime, str(directory))
     if found:
-        text = f"run directory {directory}: {runtime} cannot mount a path with {' '.join(map(repr, found))}; choose another"
-        raise UserError(text)
+        characters = " ".join(map(repr, found))
+        raise UserError(f"run directory {directory}: {runtime} cannot mount a path with {characters}; choose another")
 
 
 def _secrets_in(config: Config, named: set[str]) -> list[str]:

@@ -120,9 +120,8 @@ def _walk(prefix: Path, inside: str) -> Iterator[tuple[str, os.stat_result]]:
         name = f"{inside}/{entry.name}" if inside else entry.name
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(prefix, name)
-        elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
-            if name != MANIFEST:  # ours has this name
-                yield name, entry.stat(follow_symlinks=False)
+        elif name != MANIFEST and (entry.is_file(follow_symlinks=False) or entry.is_symlink()):  # ours has that name
+            yield name, entry.stat(follow_symlinks=False)
 
 
 def _fingerprint(prefix: Path, files: list[tuple[str, os.stat_result]]) -> str:
@@ -131,7 +130,9 @@ def _fingerprint(prefix: Path, files: list[tuple[str, os.stat_result]]) -> str:
     for name, found in files:
         # The time and size of compiled modules change when somebody imports them; their sources say all.
         if not name.endswith(".pyc"):
-            h.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_mode}\0".encode("utf-8", "surrogateescape"))
+            h.update(
+                f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0{found.st_mode}\0".encode("utf-8", "surrogateescape")
+            )
     return h.hexdigest()[:32]
 
 

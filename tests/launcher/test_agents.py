@@ -165,11 +165,12 @@ def test_what_comes_together_with_the_welcome_is_not_lost(agents: Agents) -> Non
 
 
 def test_the_token_is_in_no_file_and_no_argument_list(tmp_path: Path) -> None:
+    from stoker.launcher.container import Entry
     from stoker.launcher.launch_agents import srun_command
     from stoker.launcher.run.layout import RunDir
 
-    config = {"cluster": {"nodes": 2, "cpus_per_task": 3}}
-    assert srun_command(RunDir(Path("/runs/a b")), config, "/py thon") == [
+    config = {"cluster": {"nodes": 2, "cpus_per_task": 3, "stage_env": False}}
+    assert srun_command(RunDir(Path("/runs/a b")), config, Entry((), (), "/py thon")) == [
         "srun",
         "--nodes=2",
         "--ntasks=2",
