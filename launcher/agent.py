@@ -106,7 +106,7 @@ class Agent:
         self.supervisor, self.signals, self.name, self.lease = supervisor, signals, name, lease
         self.events = EventLog(attempt.events(name), name, attempt.number)
         if STAGED in os.environ:  # bootstrap.py's word, from before there were events
-            found = json.loads(os.environ[STAGED])
+            found = json.loads(os.environ.pop(STAGED))
             self.events.write("environment_staged" if "directory" in found else "environment_not_staged", **found)
         self.node = Node(run, attempt, config, supervisor.send, self.events)
         self.keepalive = Keepalive({"kind": "status", "ranks": []}, lambda: [supervisor])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .run.bootstrap import CODE, STAGED
+from .protocol import INSIDE
+from .run.bootstrap import CODE, ENV_DIR
 
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 
@@ -21,6 +22,6 @@ def cache_variables(environ: Mapping[str, str]) -> dict[str, str]:
     wanted = {name: f"{code}/cache/{folder}" for name, folder in _CACHES.items()}
     # Compiled modules lie beside their sources where these are node-local, in a staged environment or an image.
     # Elsewhere the first start on a node compiles them anew (seconds), instead of writing to shared storage.
-    if not environ.get(STAGED, "").startswith('{"directory"') and "PYTHONNOUSERSITE" not in environ:
+    if ENV_DIR not in environ and INSIDE not in environ:
         wanted["PYTHONPYCACHEPREFIX"] = f"{code}/cache/python"
     return {name: value for name, value in wanted.items() if name not in environ}

@@ -13,7 +13,7 @@ import sys
 from typing import Any, Protocol
 
 from .container import Entry, entry, environment_inside
-from .protocol import ADDRESSES, ATTEMPT, LEASE, NODE, TOKEN
+from .protocol import ADDRESSES, ATTEMPT, INSIDE, LEASE, NODE, TOKEN
 from .run.bootstrap import LOCAL_DIR, local_parents
 from .run.layout import AttemptDir, RunDir
 
@@ -72,13 +72,14 @@ def launch_agents(
     local = str(next((p for p in local_parents(os.environ) if p.is_dir()), "/tmp"))
     apptainer = next((p for p in ("apptainer", "singularity") if shutil.which(p)), "apptainer")
     inside = entry(config, str(run.path), sys.executable, local, apptainer)
-    if config["container"]["runtime"] != "none":
-        env = environment_inside(env, config["cluster"]["env"], (sys.prefix,)) | {LOCAL_DIR: local}
+    runtime = config["container"]["runtime"]
+    if runtime != "none":
+        env = environment_inside(env, config["cluster"]["env"], (sys.prefix,)) | {LOCAL_DIR: local, INSIDE: runtime}
     if job_id is not None:
         command = srun_command(run, config, inside)
         return _Processes([subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)])
     command = agent_command(run, config, inside)
-    if config["container"]["runtime"] == "none":
+    if runtime == "none":
         command = [sys.executable, "-m", "stoker.launcher.agent", str(run.path)]  # the frozen code is on our path
     # A session of their own: Ctrl-C in the terminal is the supervisor's to interpret.
     return _Processes(

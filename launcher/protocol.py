@@ -11,6 +11,7 @@ TOKEN = "STOKER_TOKEN"
 ATTEMPT = "STOKER_ATTEMPT"
 LEASE = "STOKER_LEASE"  # seconds
 NODE = "STOKER_NODE"  # the node's name where Slurm gives none
+INSIDE = "STOKER_INSIDE"  # set in a container, to its runtime
 SUBMISSION = "STOKER_SUBMISSION"  # in the batch script's: the token that its job was submitted with
 WARNED = "STOKER_WARNED"  # set by the batch script if the warning came before the supervisor was up
 

@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 LOCAL_DIR = "STOKER_LOCAL_DIR"  # cluster.local_dir
 ENV_ARCHIVE = "STOKER_ENV_ARCHIVE"  # environment that launcher/stage.py packed
 CODE = "STOKER_CODE"  # node-local directory of the frozen code; unset where none could be written
+ENV_DIR = "STOKER_ENV_DIR"  # node-local directory of the environment we run from, if it is staged
 STAGED = "STOKER_STAGED"  # JSON: what became of the staging, for the agent's events
 _STALE = 24 * 3600  # seconds after which a half-unpacked directory is nobody's any more
 _UNUSED = 7 * 24 * 3600  # seconds after which a directory that nobody works in is taken away
@@ -277,6 +278,7 @@ def enter_environment(archive: Path, arguments: list[str]) -> None:
             continue
         seconds = round(time.monotonic() - began, 1)
         os.environ[STAGED] = json.dumps({"directory": str(directory), "seconds": seconds})
+        os.environ[ENV_DIR] = str(directory)
         os.environ["PATH"] = os.pathsep.join([str(directory / "bin"), os.environ.get("PATH", os.defpath)])
         for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
             if name in os.environ:
