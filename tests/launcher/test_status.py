@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stoker.launcher import cli
+from stoker.launcher import cli, slurm
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import AttemptDir, CheckpointName, RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
@@ -54,6 +55,29 @@ def test_table(running: RunDir, fake_slurm: Any, capsys: Any, tmp_path: Path) ->
     heading, line = capsys.readouterr().out.splitlines()
     assert heading.split() == ["RUN", "STATE", "ATTEMPT", "STEP", "LOSS", "TOKENS/S", "CHECKPOINT", "PROGRESS"]
     assert line.split() == ["llama-1", "RUNNING", "2", "8/10", "2.5000", "12,346", "4", "5", "min", "ago"]
+
+
+def test_a_squeue_that_hangs_is_not_waited_for(
+    running: RunDir, fake_slurm: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "AT_ONCE", 0.5)
+    fake_slurm.program("squeue", "sleep 300")
+    fake_slurm.program("sbatch", "true")
+    assert cli.main(["status", str(running.path)]) == 0
+    said = capsys.readouterr()
+    assert "Slurm does not answer; what follows is from the files alone" in said.err
+    assert "step 8/10" in said.out
+
+
+def test_progress_said_by_a_clock_that_is_ahead_is_taken_from_the_file(
+    running: RunDir, fake_slurm: Any, capsys: Any
+) -> None:
+    path = running.all_attempts()[-1].metrics(1)
+    path.write_text(metric(9, time.time() + 500))
+    os.utime(path, (time.time() - 200, time.time() - 200))
+    fake_slurm.program("squeue", queue("RUNNING"))
+    assert cli.main(["status", str(running.path)]) == 0
+    assert "3 min ago" in capsys.readouterr().out
 
 
 def test_default_is_the_runs_below_here(

@@ -42,9 +42,12 @@ class Lab:
     def __init__(self, cluster: Cluster, data: Path, root: Path) -> None:
         self.cluster, self.data, self.root = cluster, data, root
 
+    def argv(self, *argv: str) -> list[str]:
+        """A stoker command's line."""
+        return [sys.executable, "-m", "stoker.launcher.cli", *argv]
+
     def stoker(self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-        command = [sys.executable, "-m", "stoker.launcher.cli", *argv]
-        done = self.cluster.run(command, cwd=cwd or self.root, env=env, check=False, timeout=120)
+        done = self.cluster.run(self.argv(*argv), cwd=cwd or self.root, env=env, check=False, timeout=120)
         assert done.returncode == 0, f"stoker {' '.join(argv)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return str(done.stdout + done.stderr)
 

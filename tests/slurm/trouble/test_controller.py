@@ -63,6 +63,7 @@ def test_a_controller_that_is_away_costs_nothing(lab: Any, same: Callable[..., N
         os.kill(supervisor_of(lab, warned), signal.SIGUSR1)
         with ThreadPoolExecutor(1) as pool:
             submitting = pool.submit(lab.launch, "submitted")
+            assert "Slurm does not answer" in lab.stoker("status", str(running.dir.path))
             # The end of a run and a stop need no controller: outcome and checkpoint are there before it is back.
             assert finishing.wait_end().cause is Cause.FINISHED, finishing.story()
             wait_for(lambda: warned.events("stop_committed"), lambda: warned.story())
