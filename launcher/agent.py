@@ -37,8 +37,18 @@ def main(argv: list[str]) -> int:
     name = os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     signals = SignalPipe()
     lease = float(os.environ.get(LEASE, "15"))
-    supervisor, config = connect(os.environ[ADDRESSES], os.environ.pop(TOKEN), name, lease)
+    addresses = with_launcher(os.environ[ADDRESSES], os.environ.get("SLURM_LAUNCH_NODE_IPADDR"))
+    supervisor, config = connect(addresses, os.environ.pop(TOKEN), name, lease)
     return Agent(run, attempt, name, supervisor, config, lease, signals).serve()
+
+
+def with_launcher(addresses: str, host: str | None) -> str:
+    """The addresses with that of the host that ran srun (it is the supervisor's) second: where names mislead, Slurm's
+    own way to it is right."""
+    if not host:
+        return addresses
+    first, *rest = addresses.split(",")
+    return ",".join(dict.fromkeys([first, f"{host}:{first.rpartition(':')[2]}", *rest]))
 
 
 def connect(

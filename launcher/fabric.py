@@ -160,7 +160,7 @@ def _hints(facts: Facts, found: Choice, given: Given) -> Iterable[str]:
     yield from (f"{p.name} runs at {p.rate:g} of {best:g} Gb/s" for p in found.rails if p.rate < best)
     if found.kind == "efa" and facts.gpus and not given.has_plugin and "NCCL_NET_PLUGIN" not in given.environ:
         yield "EFA without its plug-in for NCCL (aws-ofi-nccl: libnccl-net*.so): NCCL would use TCP"
-    if given.interface is not None and given.interface not in facts.interfaces:
+    if not set((given.interface or "").split(",")) <= {"", *facts.interfaces}:
         there = ", ".join(facts.interfaces) or "none"
         yield f"fabric.interface={given.interface}: no such interface on this node (it has {there})"
 

@@ -193,3 +193,20 @@ def test_an_exception_is_told_with_cause_and_traceback(tmp_path: Path, team: Tea
     assert fields["cause"] == "bad_config"
     assert "nowhere" in fields["error"]
     assert fields["traceback"].startswith("Traceback")
+
+
+def test_a_worker_stays_on_its_cpus(tmp_path: Path) -> None:
+    """And so do the threads that it starts later."""
+    from stoker.train.worker import bind
+
+    first = min(os.sched_getaffinity(0))
+    pid = os.fork()
+    if pid == 0:
+        bind([first])
+        (tmp_path / "bound").write_text(str(os.sched_getaffinity(0)))
+        bind(None)
+        bind([999_999])  # gone: told, and no reason to end
+        (tmp_path / "after").write_text(str(os.sched_getaffinity(0)))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "bound").read_text() == (tmp_path / "after").read_text() == str({first})
