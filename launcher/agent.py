@@ -19,10 +19,11 @@ from typing import Any
 
 from .fabric_order import place_of
 from .node import ChildEnded, Node
-from .protocol import ADDRESSES, ATTEMPT, LEASE, NODE, TOKEN, answer
+from .protocol import ADDRESSES, ATTEMPT, LEASE, TOKEN, answer
 from .run.bootstrap import STAGED
 from .run.events import EventLog
 from .run.layout import AttemptDir, RunDir
+from .run.stacks import node_name, offer
 from .run.wire import Channel, Closed, Keepalive
 from .signals import SignalPipe
 
@@ -34,7 +35,8 @@ STATUS_EVERY = 1.0  # seconds between statuses of all ranks, changed or not
 def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     attempt = run.attempt(int(os.environ[ATTEMPT]))
-    name = os.environ.get(NODE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    name = node_name()
+    offer(run, attempt.number, "agent")
     signals = SignalPipe()
     lease = float(os.environ.get(LEASE, "15"))
     addresses = with_launcher(os.environ[ADDRESSES], os.environ.get("SLURM_LAUNCH_NODE_IPADDR"))
@@ -182,6 +184,8 @@ class Agent:
             case "commit":
                 self.node.commit(message["generation"], message["step"], message["save"])
             case "kill":
+                if message.get("stacks"):
+                    self.node.record_stacks()
                 self.node.kill_workers()
 
 

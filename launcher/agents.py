@@ -207,7 +207,7 @@ class Agents:
                 fields = {"generation": action.generation, "step": action.step, "save": action.save}
                 self._tell({"kind": kind, **fields})
             case p.KillWorkers():
-                self._tell({"kind": "kill"})
+                self._tell({"kind": "kill", "stacks": action.with_stacks})
 
     def _seen_from_others(self, node: str) -> str | None:
         """Address by which other nodes reach this one; None if all run on one machine.

@@ -17,7 +17,7 @@ _ASSIGNMENT = r"(?:^|[\s;&])([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"$`]+|'[^']+|[^\s\"'$
 # Prefixes, or whole names.
 _OUTER_JOB = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "PMI_", "PMI2_", "PMIX_"),
-    *("STOKER_WARNED", "STOKER_SUBMISSION"),
+    *("STOKER_WARNED", "STOKER_SUBMISSION", "STOKER_NODE"),
 )
 _OUTER_JOB_STAYS = ("SLURM_CONF", "SLURM_SACK_KEY")
 

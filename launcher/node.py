@@ -23,10 +23,13 @@ from .run.events import EventLog
 from .run.heartbeat import Control, Heartbeat, Phase, Segment
 from .run.layout import AttemptDir, RunDir
 from .run.wire import Channel, Closed, Message
+from .stacks_node import collect, targets
+from .stacks_text import innermost, render
 
 PROPOSAL_PAUSE = 0.003  # seconds between writing a proposal and reading where workers are (see propose)
 TAIL_BYTES = 4096
 ZYGOTE_LIMIT = 3.0  # seconds in which a zygote that was left ends by itself
+STACKS_LIMIT = 0.7  # seconds
 
 
 class ChildEnded(Exception):
@@ -77,6 +80,7 @@ class Node:
         ours, theirs = socket.socketpair()
         env = os.environ | {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_AGENT_PID": str(os.getpid())}
         env |= cache_variables(os.environ)
+        env |= {"STOKER_NODE": self._events.writer, "STOKER_RUN_DIR": str(self._run.path)}
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", *module],
             env=env,
@@ -126,6 +130,18 @@ class Node:
             env = fabric.env | {"LOCAL_WORLD_SIZE": str(count), "STOKER_RANK": str(rank)}
             channel = self._fork("worker", rank, spec, env, (segment.fd,))
             self._workers[rank] = Worker(rank, generation, segment, channel)
+
+    def record_stacks(self) -> None:
+        """Where the workers hang, onto the node's log and in short into its events. Takes less than a second."""
+        pids = [w.pid for w in self._workers.values() if w.pid is not None]
+        try:
+            found = collect(targets(self._run, self._attempt.number, None, pids), STACKS_LIMIT)
+            os.write(self._log, f"stacks of workers that hang:\n{render(found)}\n".encode(errors="replace"))
+        except (OSError, ValueError) as e:  # a full disk; nothing may keep them from being killed
+            self._events.write("stacks_failed", reason=str(e))
+            return
+        for a in found:
+            self._events.write("hung_at", rank=a.rank, state=a.state, at=innermost(a.text))
 
     def kill_workers(self) -> None:
         for w in self._workers.values():

@@ -80,8 +80,10 @@ def _after_stop(state: State, plan: StopPlan) -> Outcome:
 def clear(state: State, then: Outcome | None) -> Decision:
     """Kill what lives; when all are gone, go on with the next generation or end."""
     state = replace(state, stage=Stage.CLEARING, since=state.now, then=then)
+    # Not where the allocation ends: there every second counts.
+    is_hang = state.trouble is not None and state.trouble.cause is Cause.HANG and state.stop is None
     state, actions = cleared(state)
-    return state, (KillWorkers(state.generation), *actions)
+    return state, (KillWorkers(state.generation, with_stacks=is_hang), *actions)
 
 
 def cleared(state: State) -> Decision:

@@ -305,6 +305,7 @@ class Commit:
 @dataclass(frozen=True)
 class KillWorkers:
     generation: int
+    with_stacks: bool = False  # they hang: where, goes into the nodes' logs first; under a second
 
 
 @dataclass(frozen=True)

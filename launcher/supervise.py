@@ -34,6 +34,7 @@ from .run.files import create_json, read_json
 from .run.layout import AttemptDir, RunDir, open_run
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.packages import changes
+from .run.stacks import offer
 from .run.submissions import Submission, own_submission, rival, submissions
 from .run.views import last_outcome
 from .signals import SignalPipe
@@ -75,6 +76,7 @@ def main(argv: list[str]) -> int:
         print(f"supervise: {run.path} is finished; nothing to do", file=sys.stderr)
         return EXIT_FINISHED
     attempt = claim(run)
+    offer(run, attempt.number, "supervisor")
     events = EventLog(attempt.events("supervisor"), "supervisor", attempt.number)
     try:
         supervisor = Supervisor(run, attempt, submission, events, job_id, signals)

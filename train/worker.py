@@ -23,6 +23,7 @@ from ..launcher.run.files import read_json
 from ..launcher.run.heartbeat import Phase, Segment
 from ..launcher.run.layout import RunDir
 from ..launcher.run.outcome import Cause
+from ..launcher.run.stacks import offer
 from ..launcher.run.wire import Channel, Closed
 from . import grid as grids
 from .comm import PeerLostError
@@ -137,6 +138,7 @@ def _passes(place: Place, member: Membership, segment: Segment, channel: Channel
     from .loop import Trainer
 
     while True:
+        offer(place.run, place.attempt, f"g{member.generation}-r{member.rank}")
         pulse = Pulse(segment, member.generation, member.rank, place.attempt)
         report.generation = member.generation
         grid = trainer = None

@@ -14,8 +14,11 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from ..launcher.run.layout import RunDir
+from ..launcher.run.stacks import offer
 from ..launcher.run.wire import Channel, Closed
 
 FD_VARIABLE = "STOKER_ZYGOTE_FD"
@@ -32,6 +35,8 @@ def die_with_parent(parent: int) -> None:
 def main() -> int:
     channel = Channel(socket.socket(fileno=int(os.environ[FD_VARIABLE])))
     die_with_parent(int(os.environ["STOKER_AGENT_PID"]))
+    if "STOKER_RUN_DIR" in os.environ:
+        offer(RunDir(Path(os.environ["STOKER_RUN_DIR"])), int(os.environ["STOKER_ATTEMPT"]), "zygote")
     # Slurm may signal everything in the step. What a signal means is for agent and supervisor to decide.
     for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(s, signal.SIG_IGN)

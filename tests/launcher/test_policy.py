@@ -155,7 +155,7 @@ def test_what_would_only_happen_again_is_not_restarted(cause: Cause, code: int) 
 def test_a_hang_restarts_and_names_the_rank_the_others_wait_for() -> None:
     s = Scene().form()
     s.feed(s.status(0, 7, sequence=42, age=121.0), s.status(1, 7, sequence=41, age=120.5))
-    assert s.feed(p.Tick()) == [p.KillWorkers(1)]
+    assert s.feed(p.Tick()) == [p.KillWorkers(1, with_stacks=True)]
     assert s.state.trouble is not None
     assert (s.state.trouble.rank, s.state.trouble.node, s.state.trouble.cause) == (1, "n2", Cause.HANG)
 

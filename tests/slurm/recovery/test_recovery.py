@@ -122,6 +122,9 @@ def test_a_hung_worker_is_named_killed_and_replaced(lab: Any, same: Same) -> Non
     assert_finished(run)
     trouble = run.events("trouble")[0]
     assert (trouble["cause"], trouble["rank"], trouble["node"]) == ("hang", 0, run.events("form")[0]["nodes"][0])
+    where = {e["rank"]: e["at"] for e in run.events("hung_at")}
+    assert where[0].startswith("stoker/launcher/run/failpoints.py:"), "told before it was killed"
+    assert where[1].startswith("stoker/train/comm.py:")
     same(run)
 
 

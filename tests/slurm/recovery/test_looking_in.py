@@ -1,0 +1,45 @@
+"""A run that hangs, looked into from the login node: stacks, shell and report, while it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from stoker.launcher.rehearsal.trial import wait_for
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_hung_run_is_looked_into_while_it_goes_on(lab: Any) -> None:
+    run = lab.launch("look", "resilience.hang_timeout=300", failpoints="step:pause-60,step@step=12@rank=1:hang")
+    run.wait_step(12)
+    path, (first, second) = str(run.dir.path), run.nodes()
+    text = wait_for(lambda: behind(lab.stoker("stacks", path)), lambda: "a rank that is behind")
+    waiting, hung = text.split("\n\n")[1:3]
+    assert waiting.startswith(f"[0] on {first}, pid ")
+    assert "stoker/train/comm.py:" in waiting
+    assert hung.startswith(f"[1] on {second}, pid ")
+    assert "  phase step, 12 steps done, micro-batch 0, " in hung
+    assert "    stoker/launcher/run/failpoints.py:" in hung
+    assert text.endswith(f"rank 1 ({second}) behind the others: fewest steps, then collectives\n")
+
+    worker = worker_on(lab, first)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        stopped = lab.stoker("stacks", path, "--rank", "0")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert "  stopped" in "\n".join(stopped.splitlines()), stopped
+    assert "[1]" not in stopped
+    assert run.events("worker_exited") == []
+
+
+def behind(text: str) -> str:
+    return text if "behind the others" in text else ""
+
+
+def worker_on(lab: Any, node: str) -> int:
+    """Its worker has the youngest of the processes called after the zygote."""
+    return max(p.pid for p in lab.cluster.processes_on(node) if "stoker.train.zygote" in p.command())
