@@ -37,6 +37,7 @@ IMPLEMENTATIONS = ("auto", "reference", "native", "apex")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_INTERFACES = re.compile(r"[^\s/:,=^]{1,15}(?:,[^\s/:,=^]{1,15})*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
@@ -46,7 +47,7 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     files: look at the data and the tokenizer that the configuration names; False where they lie on another machine.
     Nothing is asked of Slurm: what the site allows is the launcher's to find out.
     """
-    rules = [_strings, _identity, _ranges, cluster_rules, environment_rules, task_rules]
+    rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules]
     if not config.task.cmd:  # a script of the user's own reads none of this
         rules += [_model, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints, data_rules]
     problems = [problem for rule in rules for problem in rule(config)]
@@ -66,6 +67,12 @@ def _strings(config: Config) -> Iterator[Problem]:
     for field, text in _texts(to_plain(config), ""):
         if _CONTROL.search(text):
             yield Problem(field, repr(text), "holds a line break or another control character; expected one line")
+
+
+def _fabric(config: Config) -> Iterator[Problem]:
+    interface = config.fabric.interface
+    if interface is not None and not _INTERFACES.fullmatch(interface):
+        yield Problem("fabric.interface", interface, "expected an interface's exact name, as `ip link` shows it")
 
 
 def _texts(value: Any, field: str) -> Iterator[tuple[str, str]]:

@@ -240,9 +240,9 @@ class FabricConfig:
 
     detect: bool = True  # set NCCL's and gloo's variables from the node's devices
     interface: str | None = (
-        None  # network interface of NCCL's bootstrap and of gloo; default: the one to the supervisor
+        None  # exact name, of NCCL's bootstrap and of gloo; default: the one by which the other nodes reach this one
     )
-    bind: bool = True  # each worker to the CPUs near its GPU
+    bind: bool = True  # each worker to its share of the CPUs near its GPU
     rank_order: RankOrder = RankOrder.topology  # nodes of one switch next to each other, or by name alone
 
 

@@ -14,6 +14,8 @@ from .fabric_sysfs import Facts, Gpu, Port, share_switch
 
 Cpus = frozenset[int]
 
+LEAST_CORES = 2  # of a share: a worker has threads besides its own (prefetch, gloo's, NCCL's)
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -93,7 +95,7 @@ def split(cores: Sequence[Cpus], near: Sequence[Cpus]) -> list[Cpus | None]:
         members = [i for i, n in enumerate(near) if n == group]
         # A core belongs to the group if one of its threads does.
         mine = [c for c in cores if (c & group if group else not c & everybody)]
-        if len(mine) < len(members):
+        if len(mine) < LEAST_CORES * len(members):
             for i in members:
                 shares[i] = group or None
             continue

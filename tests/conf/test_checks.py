@@ -174,6 +174,10 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"cluster.mem": "4.5G"}, [
         "e cluster.mem=4.5G: expected an integer with K, M, G or T (MiB without one), or 0 for all of a node's memory",
     ]),
+    ({"fabric.interface": "bond0,eth1.100"}, []),
+    ({"fabric.interface": "=eth0"}, [
+        "e fabric.interface==eth0: expected an interface's exact name, as `ip link` shows it",
+    ]),
     ({"cluster.mem": "4GB"}, []),
     ({"cluster.mem": "0"}, []),
     ({"cluster.partition": ""}, [

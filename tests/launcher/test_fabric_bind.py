@@ -59,6 +59,7 @@ def test_where_a_site_does_not_confine_its_jobs_workers_keep_to_their_side(machi
         ({"SLURM_CPUS_ON_NODE": "8"}, 8, 3, ["0-1", "2-4", "5-7"]),
         ({"SLURM_CPUS_ON_NODE": "8"}, 8, 1, [None]),  # it has them all anyhow
         ({"SLURM_CPUS_ON_NODE": "2"}, 2, 4, [None] * 4),  # fewer than workers
+        ({"SLURM_CPUS_ON_NODE": "2"}, 2, 2, [None] * 2),  # one core is too few for a worker's threads
         ({"SLURM_CPUS_ON_NODE": "8"}, 2, 2, [None, None]),  # a test cluster declares more than there are
         ({"SLURM_CPUS_ON_NODE": "1"}, 2, 2, [None, None]),  # not confined
         ({}, 8, 2, [None, None]),  # without Slurm others may be at work here
@@ -111,7 +112,7 @@ def test_the_map_names_gpu_and_nearest_rail(machine: Machine) -> None:
 
 
 def test_shares_of_any_machine_are_allowed_and_do_not_meet() -> None:
-    """Random machines: parts of whole cores, disjoint unless a group has fewer cores than workers."""
+    """Random machines: parts of whole cores, disjoint unless a group has fewer than two for each worker."""
     rng = random.Random(7)
     for _ in range(300):
         threads, count = rng.choice((1, 2)), rng.randint(1, 9)
@@ -129,5 +130,5 @@ def test_shares_of_any_machine_are_allowed_and_do_not_meet() -> None:
         for i, a in enumerate(found):
             for j, b in enumerate(found[:i]):
                 group = [n for n in near if n == near[i]]
-                is_scarce = len([c for c in cores if c & near[i]]) < len(group)
+                is_scarce = len([c for c in cores if c & near[i]]) < 2 * len(group)
                 assert not a or not b or not a & b or (near[i] == near[j] and is_scarce)
