@@ -85,8 +85,11 @@ def choose(facts: Facts) -> Choice:
     the other nodes talk InfiniBand.
     """
     if facts.efa:
-        return Choice("efa", tuple(p for p in facts.ports if p.device in facts.efa))
-    candidates = [p for p in facts.ports if p.pci and p.node_type == "CA" and not p.is_virtual]
+        ports = [p for p in facts.ports if p.device in facts.efa]
+        return Choice("efa", tuple(p for p in ports if p.is_active), tuple(p for p in ports if not p.is_active))
+    candidates = [p for p in facts.ports if p.pci and p.node_type == "CA"]
+    if any(p.is_active and not p.is_virtual for p in candidates):
+        candidates = [p for p in candidates if not p.is_virtual]
     out = [(p.name, _not_hardware(p)) for p in facts.ports if p not in candidates]
     near = [p for p in candidates if any(share_switch(p.pci, g.pci) for g in facts.gpus)]
     has_rails = bool(near) and all(any(share_switch(p.pci, g.pci) for p in near) for g in facts.gpus)

@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from .fabric_bind import Seat, seats
 from .fabric_sysfs import Facts, read_facts
 from .run.events import EventLog
 
+LOOK_LIMIT = 5.0  # seconds for a look at the machine; it takes milliseconds
 _SIOCGIFCONF = 0x8912  # netdevice(7)
 _IFREQ = struct.Struct("16sH2x4s16x")  # name, address family, port, IPv4 address, rest of the union
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
@@ -53,23 +55,36 @@ class Fabric:
 
         Looks anew each time: a port that has died since the last generation is not used by the next.
         """
-        nothing = Formed({}, [Seat()] * count)
         if not (self.settings["detect"] or self.settings["bind"] or self.settings["interface"]):
-            return nothing
-        try:
-            facts = read_facts(self.root)
-            found = self._plan(facts, address)
-            places = nothing.seats
-            if self.settings["bind"]:
-                allowed = frozenset(os.sched_getaffinity(0))
-                places = seats(facts, found.rails, os.environ, allowed, count)
-        except Exception as e:  # a machine that nobody foresaw
-            error = f"{type(e).__name__}: {e}"
+            return Formed({}, [Seat()] * count)
+        looked: list[tuple[Plan, list[Seat]]] = []
+        errors: list[str] = []
+
+        def look() -> None:
+            try:
+                looked.append(self._look(count, address))
+            except Exception as e:  # a machine that nobody foresaw
+                errors.append(f"{type(e).__name__}: {e}")
+
+        # In a thread of its own: a driver whose device does not answer holds up who reads its files.
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(LOOK_LIMIT)
+        if not looked:
+            error = errors[0] if errors else f"a device did not answer within {LOOK_LIMIT:g} s"
             self.events.write("fabric_failed", error=error)
             self.log(f"fabric: not detected: {error}")
-            return nothing
+            return Formed({}, [Seat()] * count)
+        found, places = looked[0]
         self._tell(found, places)
         return Formed(found.environment(), places)
+
+    def _look(self, count: int, address: str | None) -> tuple[Plan, list[Seat]]:
+        facts = read_facts(self.root)
+        found = self._plan(facts, address)
+        if not self.settings["bind"]:
+            return found, [Seat()] * count
+        return found, seats(facts, found.rails, os.environ, frozenset(os.sched_getaffinity(0)), count)
 
     def _plan(self, facts: Facts, address: str | None) -> Plan:
         wished = self.settings["interface"]

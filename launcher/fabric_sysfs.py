@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 NVIDIA, AMAZON = "0x10de", "0x1d0f"  # PCI vendors
@@ -45,7 +45,7 @@ class Port:
     rate: float
     node_type: str = "CA"  # RNIC is iWARP
     pci: PciPath = ()
-    is_virtual: bool = False  # a virtual function beside its physical one
+    is_virtual: bool = False  # a virtual function whose physical one is on this host, too
     gids: tuple[Gid, ...] = ()
 
     @property
@@ -78,18 +78,6 @@ class Facts:
     efa: tuple[str, ...] = ()  # RDMA devices of Amazon's
     interfaces: tuple[str, ...] = ()
     siblings: tuple[frozenset[int], ...] = ()  # CPUs of each core
-
-    @property
-    def is_amazon(self) -> bool:
-        return bool(self.efa)
-
-
-@dataclass(frozen=True)
-class _Pci:
-    path: PciPath
-    vendor: str
-    kind: str
-    directory: Path = field(repr=False)
 
 
 def read_facts(root: Path) -> Facts:
@@ -163,7 +151,7 @@ def _siblings(cpus: Path) -> Iterator[frozenset[int]]:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """A list of CPUs as the kernel writes it: `0-3,8,10-11`; with a stride, `0-6:2/4`, not used by these files."""
+    """A list of CPUs as the kernel writes it: `0-3,8,10-11`. Empty for what is none."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         if (m := re.fullmatch(r"(\d+)(?:-(\d+))?", part)) is None:

@@ -83,6 +83,17 @@ def test_roce_takes_the_gpus_ports_with_an_address(machine: Machine) -> None:
     assert "NCCL_IB_GID_INDEX" not in found.environment()
 
 
+def test_a_virtual_function_is_a_rail_only_where_there_is_nothing_else(machine: Machine) -> None:
+    virtual = "sys/devices/pci0000:64/0000:64:02.0/0000:65:00.0/physfn"
+    changes = {PORT.format("mlx5_1", "state"): "4: ACTIVE", PORT.format("mlx5_1", "rate"): "200 Gb/sec (4X HDR)"}
+    found = planned(machine("dual-rail-dead-port", changes | {virtual: ""}))
+    assert found.environment()["NCCL_IB_HCA"] == "=mlx5_0:1"
+    assert ("mlx5_1:1", "a virtual function") in found.left_out
+    others = {PORT.format(d, "state"): "1: DOWN" for d in ("mlx5_0", "mlx5_2", "mlx5_3")}
+    found = planned(machine("dual-rail-dead-port", changes | others | {virtual: ""}))
+    assert found.environment()["NCCL_IB_HCA"] == "=mlx5_1:1"
+
+
 def test_an_older_nccl_is_told_the_roce_address_when_it_stands_in_one_place(machine: Machine) -> None:
     assert planned(machine("roce"), nccl=(2, 20)).environment()["NCCL_IB_GID_INDEX"] == "3"
     elsewhere = {PORT.format("mlx5_1", f"gid_attrs/types/{i}"): kind for i, kind in ((2, "RoCE v2"), (3, "IB/RoCE v1"))}

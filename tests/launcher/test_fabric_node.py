@@ -93,6 +93,21 @@ def test_a_detection_that_fails_costs_the_detection(
     assert [(e["event"], e["error"]) for e in told.events()] == [("fabric_failed", "RecursionError: what a machine")]
 
 
+def test_a_device_that_does_not_answer_holds_up_nobody(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = machine("infiniband")
+    state = root / "sys/class/infiniband/mlx5_0/ports/1/state"
+    state.unlink()
+    os.mkfifo(state)  # who reads it waits, as on a driver that waits for its device
+    monkeypatch.setattr(fabric_node, "LOOK_LIMIT", 0.3)
+    told = Told(tmp_path, root)
+    assert told.fabric.form(2, None).env == {}
+    assert told.lines == ["fabric: not detected: a device did not answer within 0.3 s"]
+    with open(state, "w") as writer:  # let the reader go
+        writer.write("4: ACTIVE")
+
+
 def test_files_of_nccl_count_as_set_by_the_user(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("NCCL_IB_HCA=mlx5_0\nNCCL_DEBUG=INFO\n")

@@ -66,6 +66,22 @@ def test_workers_start_once_every_agent_and_the_store_are_ready() -> None:
     assert s.feed(p.StoreUp("10.0.0.10", 4000)) == [p.Form(1, {"n10": 0, "n2": 1}, ("10.0.0.10", 4000))]
 
 
+@pytest.mark.parametrize(
+    ("by_topology", "order"), [(True, ["n2", "n1", "n3"]), (False, ["n1", "n2", "n3"])], ids=["topology", "name"]
+)
+def test_ranks_follow_the_switches_in_every_generation_whoever_joins_first(by_topology: bool, order: list[str]) -> None:
+    places = {"n1": ("top", "leaf2"), "n2": ("top", "leaf1"), "n3": ("top", "leaf2")}
+    for joining in (["n1", "n2", "n3"], ["n3", "n2", "n1"]):
+        s = Scene(replace(SETTINGS, nodes=3, procs_per_node=2, by_topology=by_topology))
+        s.feed(*(p.AgentJoined(n, f"10.0.0.{n[1]}", places[n]) for n in joining), p.StoreUp("10.0.0.1", 4000))
+        (form,) = s.feed(*(p.AgentReady(n) for n in joining))
+        assert isinstance(form, p.Form)
+        assert form.first_ranks == {node: 2 * i for i, node in enumerate(order)}
+        s.feed(s.exited(0, code=1))
+        (again,) = [a for r in range(1, 6) for a in s.feed(s.exited(r, signal="SIGKILL")) if isinstance(a, p.Form)]
+        assert (again.generation, again.first_ranks) == (2, form.first_ranks)
+
+
 def test_agents_that_do_not_come_requeue_the_run_and_name_those_that_did() -> None:
     s = Scene()
     s.feed(p.AgentJoined("n1", "a"), p.AgentReady("n1"))

@@ -51,6 +51,15 @@ def test_isolated_nodes_have_addresses_and_names_of_their_own() -> None:
     ]
 
 
+def test_switches_of_the_spec_reach_slurm() -> None:
+    spec = ClusterSpec(nodes=2, topology=("SwitchName=s1 Nodes=n1", "SwitchName=s2 Nodes=n2"))
+    assert values(spec)["TopologyPlugin"] == "topology/tree"
+    assert config.topology_conf(spec) == "SwitchName=s1 Nodes=n1\nSwitchName=s2 Nodes=n2\n"
+    assert "TopologyPlugin" not in values(ClusterSpec())
+    with pytest.raises(ValueError, match="not one 'SwitchName="):
+        ClusterSpec(topology=("Nodes=n1",))
+
+
 def test_timing_of_the_spec_reaches_slurm() -> None:
     spec = ClusterSpec(cred_expire=7, kill_wait=8, slurmd_timeout=9, message_timeout=20, grace_time=11, short_minutes=3)
     found = values(spec)
