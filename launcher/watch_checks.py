@@ -107,16 +107,16 @@ _NEVER = {
 # One job alone is above a limit: waiting does not help.
 _PER_JOB = re.compile(r"(QOS|Assoc|MaxMem|MaxCpu)\w*(PerJob|PerNode|MinCpu|MinGRES|MinMemory|WallDuration)\w*")
 _UNAVAILABLE = {"ReqNodeNotAvail", "PartitionDown", "NodesInactive", "ReqNodeNotAvail(Reserved_for_maintenance)"}
-_HELD_BY_SLURM = ("launch_failed_requeued_held", "requeue_hold", "special_exit", "jobholdmaxrequeue")
+_HELD_BY_SLURM = ("launch_failed_requeued_held", "jobholdmaxrequeue")  # the rest is a person's or the site's doing
 
 
 def held(f: Facts, limits: Limits) -> Finding | None:
     """A job that Slurm holds after failed launches goes on when released; what a person holds is that person's."""
     if f.state.state is not State.HELD or f.job is None:
         return None
-    reason = f"{f.job.reason} {f.job.state}".lower().replace(" ", "_")
+    reason = f.job.reason.lower().replace(" ", "_")
     if not any(word in reason for word in _HELD_BY_SLURM):
-        return Finding("held", f"{f.job.reason}: a person holds job {f.job.job_id}; {f.state.detail}")
+        return Finding("held", f"job {f.job.job_id} is held, not by Slurm's own doing: {f.state.detail}")
     if f.releases >= MOST_RELEASES:
         return Finding("held", f"job {f.job.job_id} is held again after {f.releases} releases: {f.job.reason}")
     return Finding("held", f"Slurm holds job {f.job.job_id}: {f.job.reason}", Fix.RELEASE)

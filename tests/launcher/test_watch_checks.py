@@ -52,7 +52,12 @@ CASES: dict[str, tuple[dict[str, Any], str, Fix | None, str]] = {
         None,
         "held again after 3 releases",
     ),
-    "held by a person": ({"state": HELD, "job": job("PENDING", "JobHeldUser")}, "held", None, "a person holds job 7"),
+    "held by a person": (
+        {"state": HELD, "job": job("PENDING", "JobHeldUser")},
+        "held",
+        None,
+        "job 7 is held, not by Slurm's own doing",
+    ),
     "interrupted": ({"state": INTERRUPTED, "job": None}, "lost", Fix.RESUME, "was not started again"),
     "gone without a word": ({"state": FAILED, "job": None}, "lost", Fix.RESUME, "no longer known to Slurm"),
     "not requeued at the time limit": (

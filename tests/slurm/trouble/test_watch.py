@@ -57,7 +57,7 @@ def test_headless_and_lost_runs_go_on_once_and_a_held_one_is_told(lab: Any, same
     lines = [line for _, found_lines in both for line in found_lines]
     assert sum(" -> resumed: " in line for line in lines) == 1, lines
     assert sum(f" -> ended job {first[headless]}; resumed: " in line for line in lines) == 1, lines
-    assert any("a person holds job" in line for line in lines)
+    assert any("is held, not by Slurm's own doing" in line for line in lines)
     lab.cluster.run(["scontrol", "release", held.job_id])
     for run, count in ((headless, 2), (lost, 2), (held, 1)):
         wait_for(lambda run=run, count=count: len(run.dir.all_attempts()) == count, lambda run=run: run.story())
