@@ -13,6 +13,7 @@ from typing import Any
 from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
+from .checks_profile import profile_rules
 from .checks_task import task_rules
 from .fields import show
 from .load import to_plain
@@ -47,7 +48,7 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     files: look at the data and the tokenizer that the configuration names; False where they lie on another machine.
     Nothing is asked of Slurm: what the site allows is the launcher's to find out.
     """
-    rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules]
+    rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules, profile_rules]
     if not config.task.cmd:  # a script of the user's own reads none of this
         rules += [_model, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints, data_rules]
     problems = [problem for rule in rules for problem in rule(config)]

@@ -258,11 +258,11 @@ class TaskConfig:
 
 @dataclass
 class ProfileConfig:
-    """A torch profiler trace of a few steps."""
+    """A torch profiler trace of a few steps: docs/debugging.md."""
 
-    steps: list[int] = field(default_factory=list)  # first and last step; empty: none
-    ranks: list[int] = field(default_factory=lambda: [0])  # whose steps are traced
-    memory: bool = False  # and a snapshot of the allocator's memory (CUDA)
+    steps: list[int] = field(default_factory=list)  # first and last step to trace, e.g. [10,12]; empty: none
+    ranks: list[int] = field(default_factory=lambda: [0])  # whose steps are traced, a file each in report/
+    memory: bool = False  # with a snapshot of the memory of CUDA's allocator
 
 
 @dataclass

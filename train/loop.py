@@ -34,6 +34,7 @@ from .metrics import Clock, StepLog, StepMetrics, append
 from .model import Decoder, DropoutKey
 from .optim import AdamW
 from .params import ParamTable, decoder_table
+from .profile import StepProfile
 from .progress import Progress, Totals
 from .reducer import GradientReducer
 from .schedule import LearningRate
@@ -69,6 +70,7 @@ class Trainer:
         self.checkpointer = Checkpointer(context, grid, config.checkpoint.keep)
         self.progress = Progress()
         self.clock = Clock()
+        self.profile: StepProfile | None = None
         self.data: TrainingData | None = None
         self._saved_step: int | None = None
         self._is_first = True
@@ -92,6 +94,7 @@ class Trainer:
             ops = select({"default": config.kernels.default, **config.kernels.ops}, grid.device.type)
             trainer = cls(config, grid, context, ops, decoder_table(config.model))
             trainer._restore_and_open()
+            trainer.profile = StepProfile.of(config.profile, grid, context, trainer.progress.step)
             trainer._announce()
         except (ValueError, FileNotFoundError) as e:
             raise BadInputError(str(e)) from e
@@ -123,6 +126,9 @@ class Trainer:
         """End threads, close files. Safe after an error, and twice."""
         self.queue.clear()
         self.reducer.close()
+        if self.profile is not None:
+            self.profile.close()
+            self.profile = None
         if self.data is not None:
             self.data.close()
             self.data = None
@@ -152,6 +158,15 @@ class Trainer:
 
     def step(self) -> None:
         """One optimizer step, and what is due after it: validation, metrics, a checkpoint. Raises as `run`."""
+        if self.profile is None:
+            self._step()
+            return
+        self.profile.before(self.progress.step + 1, self.clock)
+        self._step()
+        if self.profile.after(self.progress.step, self.clock):
+            self.profile = None
+
+    def _step(self) -> None:
         began = time.perf_counter()
         totals = self._forward_backward()
         with self.clock.measure("communication"):
@@ -183,9 +198,11 @@ class Trainer:
             pulse.enter(Phase.STEP, micro)
             with self.clock.measure("forward_backward"):
                 self.reducer.begin_micro_step(is_last=micro == last)
-                sums = self.model(batch, self._scale, dropout)
-                sums.objective.backward()
-                self.queue.drain()
+                with self.clock.trace("forward"):
+                    sums = self.model(batch, self._scale, dropout)
+                with self.clock.trace("backward"):
+                    sums.objective.backward()
+                    self.queue.drain()
                 totals += torch.stack([sums.loss.double(), sums.tokens.double()])
         return totals
 

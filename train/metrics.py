@@ -7,8 +7,8 @@ the run's metrics is a view over those files (launcher/run/views.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -18,20 +18,29 @@ from ..launcher.run.files import append_line, to_json
 PARTS = ("data", "forward_backward", "communication", "optimizer", "save")
 
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
 class Clock:
-    """Seconds by part since the last `take`, as the host sees them."""
+    """Seconds by part since the last `take`, as the host sees them. `tracer`: marks each part for a profiler, too."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PARTS, 0.0)
+        self.tracer: Callable[[str], AbstractContextManager[object]] | None = None
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Count the time inside the block as `part`'s."""
         began = time.perf_counter()
         try:
-            yield
+            with self.trace(part):
+                yield
         finally:
             self._seconds[part] += time.perf_counter() - began
+
+    def trace(self, name: str) -> AbstractContextManager[object]:
+        """Mark the block for a profiler, if one is at work."""
+        return _NOTHING if self.tracer is None else self.tracer(name)
 
     def take(self) -> dict[str, float]:
         """Seconds by part, which then start at zero again."""

@@ -60,6 +60,32 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"model.dropout": -0.1}, ["e model.dropout=-0.1: expected at least 0 and less than 1"]),
     ({"checkpoint.keep": 0}, ["e checkpoint.keep=0: expected a positive number"]),
     ({"resilience.max_requeues": -1}, ["e resilience.max_requeues=-1: expected 0 or a positive number"]),
+    ({"profile.steps": [2, 4], "profile.ranks": [0]}, []),
+    ({"profile.steps": [4]}, [
+        "e profile.steps=[4]: expected the first and the last step to trace, from 1, like [10,12]",
+    ]),
+    ({"profile.steps": [4, 3]}, [
+        "e profile.steps=[4, 3]: expected the first and the last step to trace, from 1, like [10,12]",
+    ]),
+    ({"profile.steps": [0, 3]}, [
+        "e profile.steps=[0, 3]: expected the first and the last step to trace, from 1, like [10,12]",
+    ]),
+    ({"profile.steps": [999, 1001]}, ["e profile.steps=[999, 1001]: beyond the last step: train.steps=1000"]),
+    ({"profile.steps": [10, 30]}, [
+        "w profile.steps=[10, 30]: a trace of so many steps is too large for most viewers; a few say as much",
+    ]),
+    ({"profile.steps": [2, 4], "profile.ranks": [1, 0, 0]}, [
+        "e profile.ranks.0=1: no such rank; there are 0 to 0",
+        "e profile.ranks.2=0: is there twice",
+    ]),
+    ({"profile.steps": [2, 4], "profile.ranks": []}, ["e profile.ranks=[]: expected at least one rank, like [0]"]),
+    ({"profile.memory": True}, ["w profile.memory=true: has no effect without profile.steps"]),
+    ({"profile.steps": [2, 4], "profile.memory": True}, [
+        "w profile.memory=true: has no effect on the CPU (cluster.gpus_per_node=0)",
+    ]),
+    ({"profile.steps": [2, 4], "task.cmd": ["python", "x.py"]}, [
+        "w profile.steps=[2, 4]: has no effect with task.cmd: a script of your own has to profile itself",
+    ]),
     ({"seed": 2**63}, ["e seed=9223372036854775808: expected less than 2^63"]),
     ({"train.global_batch": 30, "cluster.nodes": 2}, [
         "e train.global_batch=30: not a multiple of train.micro_batch=4 x 2 processes = 8; nearest that work: "
