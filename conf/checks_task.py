@@ -31,8 +31,9 @@ def task_rules(config: Config) -> Iterator[Problem]:
             yield Problem(f"task.cmd.{position}", f"'{word}'", message)
     name = config.task.stop_signal
     if stop_signal(name) is None:
-        near = nearest(name.upper(), _fit())
-        yield Problem("task.stop_signal", name, f"expected a signal's name; {f'nearest: {near}' if near else _COMMON}")
+        near = None if _full(name) in _UNFIT else nearest(_full(name), _fit())
+        what = "no script can be asked to stop with it" if _full(name) in _UNFIT else "expected a signal's name"
+        yield Problem("task.stop_signal", name, f"{what}; {f'nearest: {near}' if near else _COMMON}")
     if not cmd and name != "SIGTERM":
         yield Problem("task.stop_signal", name, "has no effect without task.cmd", "warning")
 
@@ -46,8 +47,11 @@ def _fit() -> list[str]:
 
 def stop_signal(name: str) -> signal.Signals | None:
     """The signal of this name, `SIGUSR1` or `USR1`; None if there is none that a script can be asked with to stop."""
-    full = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
-    return signal.Signals[full] if full in _fit() else None
+    return signal.Signals[_full(name)] if _full(name) in _fit() else None
+
+
+def _full(name: str) -> str:
+    return name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
 
 
 def without_effect(chosen: Mapping[str, Any], default: Mapping[str, Any]) -> list[str]:

@@ -136,6 +136,8 @@ class Node:
         pids = [w.pid for w in self._workers.values() if w.pid is not None]
         try:
             found = collect(targets(self._run, self._attempt.number, None, pids), STACKS_LIMIT)
+            if not found:
+                return  # a script of the user's own makes no offer
             os.write(self._log, f"stacks of workers that hang:\n{render(found)}\n".encode(errors="replace"))
         except (OSError, ValueError) as e:  # a full disk; nothing may keep them from being killed
             self._events.write("stacks_failed", reason=str(e))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .run.bootstrap import private_base
+from .run.bootstrap import local_parents, private_base
 from .run.files import read_json
 from .run.layout import RunDir
 from .task_ports import port_of
@@ -45,9 +45,18 @@ class Place:
         the same code.
 
         Raises:
-            OSError: no room, or the directory of a project that was not frozen is not there.
+            OSError: no room on the node, or the directory of a project that was not frozen is not there.
         """
-        base = private_base(Path(os.environ.get("STOKER_CODE_DIR") or tempfile.gettempdir()))
+        errors: list[str] = []
+        for parent in local_parents(os.environ):
+            try:
+                return cls._below(private_base(parent), run)
+            except OSError as e:
+                errors.append(str(e))
+        raise OSError("; ".join(errors))
+
+    @classmethod
+    def _below(cls, base: Path, run: RunDir) -> Place:
         _sweep(base)
         root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         lock = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)

@@ -462,3 +462,117 @@ def test_any_order_of_events_ends_in_at_most_one_finish_and_never_raises(seed: i
     assert len(finishes) <= 1
     if was_cancelled:
         assert finishes[0].outcome.next is Next.NOTHING
+
+
+# A script of the user's own: it says less, and may be signalled before us.
+
+OWN = replace(SETTINGS, is_own_script=True)
+
+
+def own(phase: Phase = Phase.SILENT) -> Scene:
+    return Scene(OWN).running(step=0, phase=phase)
+
+
+def test_an_own_script_is_finished_when_all_ranks_exited_0() -> None:
+    s = own()
+    assert s.feed(s.report(1, "ended", finished=True), s.exited(1, 0)) == []  # the others may go on
+    finish = s.finish(s.feed(s.report(0, "ended", finished=True), s.exited(0, 0)))
+    assert (finish.outcome.cause, finish.outcome.reason) == (Cause.FINISHED, "all ranks exited 0")
+
+
+def test_a_rank_that_sends_no_heartbeat_is_never_hung_and_holds_nobodys_steps_back() -> None:
+    s = own()
+    s.feed(s.status(0, 40, Phase.STEP, median=1.0), s.status(1, 0, Phase.SILENT, age=9999.0))
+    assert s.feed(p.Tick(), at=9999.0) == []
+    assert s.state.best_step == 40
+    s.feed(s.status(0, 40, Phase.STEP, median=1.0, age=121.0))
+    assert s.feed(p.Tick()) == [p.KillWorkers(1, with_stacks=True)]
+    assert s.state.trouble is not None
+    assert s.state.trouble.reason.startswith("rank 0 shows no progress for 121 s in step 40")
+
+
+def test_an_own_script_is_asked_to_stop_however_little_time_is_left() -> None:
+    """We do not know what it has to save, nor how long that takes."""
+    s = own(Phase.STEP)
+    s.feed(s.status(0, 0, median=60.0), s.status(1, 0, median=60.0))
+    assert s.feed(p.Warned(Cause.TIME_LIMIT, "near", 20.0)) == [p.Propose(1, 2, True)]
+    answers = [p.ProposalAnswer(1, n, 2, True, 0) for n in ("n1", "n2")]
+    assert s.feed(*answers) == [p.Commit(1, 2, True)]
+    assert s.feed(s.report(0, "ended", error="stopped when asked to"), s.exited(0, 1)) == []  # any code will do
+    finish = s.finish(s.feed(s.report(1, "ended", error="stopped when asked to"), s.exited(1, None, "SIGTERM")))
+    assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.TIME_LIMIT, Next.REQUEUE, True)
+    assert finish.outcome.reason == "near"
+
+
+def test_exit_75_waits_for_the_others_and_requeues() -> None:
+    s = own()
+    again = "asked to be started again (exit code 75)"
+    assert s.feed(s.report(1, "ended", error=again, cause=Cause.REQUESTED), s.exited(1, 75)) == []
+    assert s.feed(p.Tick(), at=100.0) == []  # rank 0 may be saving
+    finish = s.finish(s.feed(s.report(0, "ended", error=again, cause=Cause.REQUESTED), s.exited(0, 75)))
+    assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.REQUESTED, Next.REQUEUE, True)
+    assert finish.outcome.reason == f"rank 1 {again}"
+
+
+@pytest.mark.parametrize("left", ["a rank that waits", "a rank that crashes of it"])
+def test_after_exit_75_the_others_cannot_hold_the_run_up(left: str) -> None:
+    s = own()
+    s.feed(s.report(1, "ended", error="asked", cause=Cause.REQUESTED), s.exited(1, 75))
+    if left == "a rank that waits":
+        assert s.feed(p.Tick(), at=119.0) == []
+        assert s.feed(p.Tick(), at=121.0) == [p.KillWorkers(1)]
+        finish = s.finish(s.feed(s.exited(0, None, "SIGKILL")))
+    else:
+        finish = s.finish(s.feed(s.exited(0, 1)))
+    assert (finish.outcome.cause, finish.outcome.next) == (Cause.REQUESTED, Next.REQUEUE)
+
+
+def test_a_warning_after_exit_75_takes_over() -> None:
+    s = own()
+    s.feed(s.report(1, "ended", error="asked", cause=Cause.REQUESTED), s.exited(1, 75))
+    assert s.feed(p.Warned(Cause.PREEMPTED, "preempted", 30.0)) == [p.Propose(1, 2, True)]
+    assert s.feed(*(p.ProposalAnswer(1, n, 2, True, 0) for n in ("n1", "n2"))) == [p.Commit(1, 2, True)]
+    finish = s.finish(s.feed(s.report(0, "ended", error="stopped"), s.exited(0, 0)))
+    assert finish.outcome.cause is Cause.PREEMPTED
+
+
+@pytest.mark.parametrize("who", ["the agent is told", "Slurm is asked"])
+def test_ranks_that_were_signalled_before_us_wait_for_slurms_word(who: str) -> None:
+    s = own()
+    after = "ended after SIGTERM from outside"
+    actions = s.feed(*(e for r in (0, 1) for e in (s.report(r, "ended", error=after), s.exited(r, 0))))
+    assert actions == [p.AskSlurm()]
+    if who == "the agent is told":
+        finish = s.finish(s.feed(p.Terminated(p.JobFate.PREEMPTED, "agents", 20.0)))
+    else:
+        finish = s.finish(s.feed(p.SlurmSaid(p.JobFate.PREEMPTED)))
+    assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.PREEMPTED, Next.REQUEUE, True)
+    assert finish.outcome.reason == "preempted by a job of higher priority"
+
+
+@pytest.mark.parametrize(
+    ("fate", "cause", "then"),
+    [
+        (p.JobFate.CANCELLED, Cause.CANCELLED, Next.NOTHING),
+        (p.JobFate.REQUEUED, Cause.PREEMPTED, Next.REQUEUE),
+        (p.JobFate.RUNNING, Cause.REQUESTED, Next.REQUEUE),
+    ],
+)
+def test_what_slurm_says_of_ranks_that_were_signalled_before_us(fate: p.JobFate, cause: Cause, then: Next) -> None:
+    s = own()
+    s.feed(*(e for r in (0, 1) for e in (s.report(r, "ended", error="after SIGTERM"), s.exited(r, 0))))
+    outcome = s.finish(s.feed(p.SlurmSaid(fate))).outcome
+    assert (outcome.cause, outcome.next) == (cause, then)
+
+
+def test_without_an_answer_ranks_that_were_signalled_are_started_again() -> None:
+    s = own()
+    s.feed(*(e for r in (0, 1) for e in (s.report(r, "ended", error="after SIGTERM"), s.exited(r, 0))))
+    assert s.feed(p.Tick(), at=19.0) == []
+    assert s.finish(s.feed(p.Tick(), at=21.0)).outcome.next is Next.REQUEUE
+
+
+def test_one_crash_of_an_own_script_restarts_finished_ranks_too() -> None:
+    s = own()
+    s.feed(s.report(0, "ended", finished=True), s.exited(0, 0))
+    assert s.feed(s.exited(1, 3)) == [p.KillWorkers(2), p.Form(2, {"n1": 0, "n2": 1}, ("10.0.0.1", 4000))]

@@ -32,7 +32,7 @@ class Agent:
         self.run.run.write_text(json.dumps({"id": "x", "code": {"cwd": None}}))
         self.run.env.write_text(json.dumps({"cwd": str(cwd)}))
         ours, theirs = socket.socketpair()
-        env = os.environ | {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_CODE_DIR": str(directory)}
+        env = os.environ | {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_LOCAL_DIR": str(directory)}
         command = [sys.executable, "-m", "stoker.launcher.task", str(directory)]
         self.process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
         theirs.close()
