@@ -29,7 +29,8 @@ CASES: list[tuple[list[str], str, list[str]]] = [
     ]),
     (["a"], "SIGTRM", ["e task.stop_signal=SIGTRM: expected a signal's name; nearest: SIGTERM"]),
     (["a"], "SIGKILL", [
-        "e task.stop_signal=SIGKILL: no script can be asked to stop with it; common ones: SIGTERM, SIGUSR1, SIGUSR2, SIGINT",
+        "e task.stop_signal=SIGKILL: no script can be asked to stop with it; "
+        "common ones: SIGTERM, SIGUSR1, SIGUSR2, SIGINT",
     ]),
     (["a"], "15", [
         "e task.stop_signal=15: expected a signal's name; common ones: SIGTERM, SIGUSR1, SIGUSR2, SIGINT",
