@@ -1,0 +1,30 @@
+"""Caches of compilers lie on the node, keyed by the code, unless the user put them elsewhere."""
+
+from __future__ import annotations
+
+from stoker.launcher.caches import cache_variables
+
+CODE = "/tmp/stoker-1000/0123abcd"
+
+
+def test_caches_lie_below_the_unpacked_code() -> None:
+    assert cache_variables({"STOKER_CODE": CODE}) == {
+        "TORCHINDUCTOR_CACHE_DIR": f"{CODE}/cache/inductor",
+        "TRITON_CACHE_DIR": f"{CODE}/cache/triton",
+        "CUDA_CACHE_PATH": f"{CODE}/cache/cuda",
+        "PYTHONPYCACHEPREFIX": f"{CODE}/cache/python",
+    }
+
+
+def test_what_the_user_set_stays() -> None:
+    mine = {"STOKER_CODE": CODE, "TRITON_CACHE_DIR": "/mine", "PYTHONPYCACHEPREFIX": ""}
+    assert sorted(cache_variables(mine)) == ["CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"]
+
+
+def test_compiled_modules_stay_beside_their_sources_where_these_are_on_the_node() -> None:
+    for name in ("STOKER_ENV_DIR", "STOKER_INSIDE"):
+        assert "PYTHONPYCACHEPREFIX" not in cache_variables({"STOKER_CODE": CODE, name: "x"})
+
+
+def test_without_node_local_storage_nothing_is_set() -> None:
+    assert cache_variables({"HOME": "/home/me"}) == {}
