@@ -15,6 +15,7 @@ from .run.outcome import Cause, Next, Outcome
 from .slurm import QueuedJob
 from .state import RunState, State
 
+SITE_S_DOING = (Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.NODE_FAILURE)  # a run that ended by one of them would go on
 MOST_RELEASES = 3  # of one submission, by the watch
 MOST_RESUMES = 3  # in a row that came to no step, by the watch
 
@@ -135,8 +136,7 @@ def lost(f: Facts, limits: Limits) -> Finding | None:
     if f.outcome is None:
         is_hopeless = f.job is not None and f.job.state in ("OUT_OF_MEMORY", "DEADLINE")
         return Finding("lost", f.state.detail) if is_hopeless else _resumable(f, f.state.detail)
-    site_s_doing = (Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.NODE_FAILURE)
-    if f.outcome.next is Next.NOTHING and f.outcome.cause in site_s_doing and f.continuation != "none":
+    if f.outcome.next is Next.NOTHING and f.outcome.cause in SITE_S_DOING and f.continuation != "none":
         return _resumable(f, f"{f.outcome.cause.value}: {f.outcome.reason}")
     return None
 

@@ -17,11 +17,12 @@ from . import slurm
 from .run.effective import effective_config
 from .run.files import now_at
 from .run.layout import AttemptDir, RunDir
-from .run.outcome import Cause, Outcome
+from .run.outcome import Cause, Next, Outcome
 from .run.submissions import Submission, submissions
 from .state import Queue, State, attempts_of, jobs_of, look
+from .state import facts as state_facts
 from .summary import tail_records
-from .watch_checks import Facts, Limits
+from .watch_checks import SITE_S_DOING, Facts, Limits
 
 RECENT = 3600.0  # seconds for which an event is worth a line
 _LAST = 3  # submissions of a run that may have a job in the queue
@@ -39,6 +40,15 @@ ALERTS = {
     "tracker_failed": ("error",),
     "supervisor_failed": ("error",),
 }
+
+
+def is_settled(run: RunDir) -> bool:
+    """Whether its own last word was that nothing is to follow: most runs below an old root, of no further interest."""
+    try:
+        outcome = state_facts(run, {}).outcome
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return outcome is not None and outcome.next is Next.NOTHING and outcome.cause not in SITE_S_DOING
 
 
 def ask(runs: Iterable[RunDir]) -> Queue | None:

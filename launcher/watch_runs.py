@@ -17,7 +17,7 @@ from .find import DEFAULT_ROOT, find_runs
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
 from .watch_checks import Facts, Finding, Fix, Limits, findings
-from .watch_facts import ask, gather
+from .watch_facts import ask, gather, is_settled
 
 EVERY = 300.0  # seconds between two looks without --once
 
@@ -66,6 +66,7 @@ def main(argv: list[str]) -> int:
 
 def look_once(runs: Sequence[RunDir], limits: Limits, is_fixing: bool = False) -> list[Line]:
     """All findings of all runs; one damaged run hides no other."""
+    runs = [run for run in runs if not is_settled(run)]
     queue = ask(runs)
     lines = []
     if queue is None and runs:

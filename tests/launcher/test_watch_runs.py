@@ -66,6 +66,13 @@ def test_silent_and_zero_when_all_is_well(run: RunDir, fake_slurm: Any, capsys: 
     assert len(fake_slurm.calls("squeue")) == 1
 
 
+def test_what_is_over_is_not_even_asked_for(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    started(run, outcome=Outcome(Cause.FINISHED, Next.NOTHING, 0, "all steps are done"))
+    fake_slurm.program("squeue", "exit 1")
+    assert watch(run) == 0
+    assert fake_slurm.calls("squeue") == []
+
+
 def test_a_held_job_is_released_and_no_more_than_three_times(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
     fake_slurm.program("squeue", row("7", "PENDING", "launch_failed_requeued_held", "0:00"))
     fake_slurm.program("scontrol", "true")
