@@ -23,6 +23,10 @@ _NODE_VERBS = {
     "thaw": "let a frozen node go on",
     "start": "power a node on again, or start its slurmd",
 }
+_CONTROLLER_VERBS = {
+    "stop-controller": "end slurmctld: jobs go on, and Slurm's commands get no answer",
+    "start-controller": "start slurmctld again, with its state",
+}
 _DEFAULTS = ClusterSpec()
 
 
@@ -79,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     execute.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     for name, text in _NODE_VERBS.items():
         verb(name, text).add_argument("node", help="n1, n2, ...")
+    for name, text in _CONTROLLER_VERBS.items():
+        verb(name, text)
     preempt = verb("preempt", "take a running job's nodes away by a job in partition urgent")
     preempt.add_argument("job", help="job id")
     preempt.add_argument("--seconds", type=int, default=5, help="how long the urgent job runs (%(default)s)")
@@ -184,6 +190,15 @@ def _on_node(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _controller(arguments: argparse.Namespace) -> int:
+    cluster = Cluster.attach(arguments.dir)
+    if arguments.verb == "stop-controller":
+        cluster.stop_controller()
+    else:
+        cluster.start_controller()
+    return 0
+
+
 def _preempt(arguments: argparse.Namespace) -> int:
     print(Cluster.attach(arguments.dir).preempt(arguments.job, arguments.seconds))
     return 0
@@ -197,6 +212,7 @@ _VERBS = {
     "exec": _exec,
     "preempt": _preempt,
     **dict.fromkeys(_NODE_VERBS, _on_node),
+    **dict.fromkeys(_CONTROLLER_VERBS, _controller),
 }
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def test_without_slurm_one_line_says_what_to_install(
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("verb", [("status",), ("env",), ("exec", "true"), ("crash", "n1"), ("preempt", "7")])
+@pytest.mark.parametrize(
+    "verb", [("status",), ("env",), ("exec", "true"), ("crash", "n1"), ("stop-controller",), ("preempt", "7")]
+)
 def test_commands_without_a_cluster_say_so(capsys: pytest.CaptureFixture[str], verb: tuple[str, ...]) -> None:
     status, out, err = run(capsys, verb[0], "--dir", "/tmp/stk-never-made", *verb[1:])
     assert (status, out) == (1, "")

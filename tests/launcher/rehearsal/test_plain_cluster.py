@@ -221,3 +221,21 @@ def test_a_killed_child_of_the_node_is_not_its_end(plain: Cluster) -> None:
     os.kill(task.pid, signal.SIGKILL)
     plain.wait_for_job(job, "FAILED")
     assert "slurmd" in tasks(plain, "n1")
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_controller_comes_back_with_its_jobs(plain: Cluster, kill: bool) -> None:
+    job = sleeper(plain)
+    started = time.time()
+    # Its state is written a few seconds after a change; a crash before that forgets the job's start.
+    saved = plain.layout.state / "job_state"
+    wait_until(lambda: saved.exists() and saved.stat().st_mtime > started + 1, 20, lambda: "the state to be saved")
+    plain.stop_controller(kill)
+    assert "slurmctld" not in plain.status()["daemons"]
+    with pytest.raises(ClusterError, match="slurmctld does not run"):
+        plain.stop_controller()
+    plain.start_controller()
+    assert plain.job(job).state == "RUNNING"
+    with pytest.raises(ClusterError, match="slurmctld runs already"):
+        plain.start_controller()
+    plain.run(["scancel", job])
