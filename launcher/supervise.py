@@ -245,10 +245,7 @@ class Supervisor:
             with contextlib.suppress(OSError):  # storage that does not answer says nothing of a later attempt
                 if not self.fence.is_current():
                     self._feed(p.Superseded())
-        if now >= self._next_sign:
-            self._next_sign = now + SIGN_EVERY
-            with contextlib.suppress(OSError):
-                os.utime(self.events.path)
+        self._give_sign()
         if now - self._ticked >= TICK:
             self._ticked = now
             self._look_at_the_clock()
@@ -256,6 +253,13 @@ class Supervisor:
                 self._ask_again_at = None
                 self._ask("terminated", "batch")
             self._feed(p.Tick())
+
+    def _give_sign(self) -> None:
+        """For `stoker watch`: who tells nothing for long, and touches nothing, is taken for dead."""
+        if time.monotonic() >= self._next_sign:
+            self._next_sign = time.monotonic() + SIGN_EVERY
+            with contextlib.suppress(OSError):
+                os.utime(self.events.path)
 
     def _look_at_the_clock(self) -> None:
         """Should Slurm's warning not come: near the end as we know it, ask whether that still holds."""
@@ -400,7 +404,11 @@ class Supervisor:
         if fate is p.JobFate.REQUEUED:
             return None
         left = 600.0 if self.ends_at is None else self.ends_at - time.monotonic() - REQUEUE_MARGIN
-        return jobinfo.requeue(self.job_id, self.restarts, max(left, 0.0), lambda: not self.submission.is_cancelled)
+        return jobinfo.requeue(self.job_id, self.restarts, max(left, 0.0), self._is_requeue_wanted)
+
+    def _is_requeue_wanted(self) -> bool:
+        self._give_sign()
+        return not self.submission.is_cancelled
 
 
 def _start_ticks() -> int:
