@@ -1,7 +1,7 @@
 """Rules for what is asked of the cluster and for surviving on it.
 
-Owns: the rules for cluster, resilience and the backend. Whether the site has such a partition, account or node is the
-launcher's to ask.
+Owns: the rules for cluster, resilience and the backend, but for what sbatch is asked for (checks_resources.py). Whether
+the site has such a partition, account or node is the launcher's to ask.
 """
 
 from __future__ import annotations
@@ -9,23 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from .checks_resources import resource_rules
 from .problems import Problem
-from .sbatch_options import problem_with
+from .sbatch_options import TYPED
 from .schema import Backend, ClusterKind, Config
+from .secret_names import is_secret, secrets_in
 from .slurm_time import format_time, parse_time
 
 CHECK_INTERVAL = 30  # seconds between Slurm's looks at time limits and warnings; compiled in
 LONGEST_WARNING = 65535  # seconds; sbatch takes no more
 
-_MEMORY = re.compile(r"\d+(?:[KMGT]B?)?", re.IGNORECASE | re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _RESERVED = ("SLURM_", "SBATCH_", "SRUN_", "STOKER_")
 _BY_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SECRET = re.compile(
-    r"(?:^|_)(?:API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)S?$",
-    re.IGNORECASE,
-)
-_TEXTS = ("partition", "account", "qos", "constraint", "exclude", "nodelist", "reservation")
 
 
 def cluster_rules(config: Config) -> Iterator[Problem]:
@@ -33,17 +29,17 @@ def cluster_rules(config: Config) -> Iterator[Problem]:
     yield from _environment(config)
     yield from _processes(config)
     if config.cluster.kind is ClusterKind.slurm:
-        yield from _resources(config)
-        yield from _options(config)
+        yield from resource_rules(config)
         yield from _warning_time(config)
     else:
         yield from _without_slurm(config)
 
 
 def _environment(config: Config) -> Iterator[Problem]:
+    """Keys must not get into the script or the run directory. Their values are not repeated in the messages."""
     for name, value in config.cluster.env.items():
         field = f"cluster.env.{name}"
-        if _SECRET.search(name):
+        if is_secret(name):
             message = "looks like a key or password, which would be written into the run directory; export it before"
             yield Problem(field, None, f"{message} `stoker launch` instead: the job inherits your environment")
         elif not _VARIABLE.fullmatch(name):
@@ -52,6 +48,14 @@ def _environment(config: Config) -> Iterator[Problem]:
             yield Problem(field, value, "set by Slurm or stoker in the job; leave it out")
         elif name == "OMP_NUM_THREADS":
             yield Problem(field, value, "use cluster.omp_threads")
+    for line in config.cluster.setup:
+        for name in secrets_in(line):
+            message = "keys never go into a run directory; set it in your shell, the job gets your environment, or read"
+            yield Problem(
+                f"cluster.setup sets {name} to a written-out value", None, f"{message} a file: {name}=$(cat FILE)"
+            )
+    if config.cluster.python == "":
+        yield Problem("cluster.python", "", "expected the path of an interpreter, or null for this one")
 
 
 def _processes(config: Config) -> Iterator[Problem]:
@@ -71,31 +75,6 @@ def _processes(config: Config) -> Iterator[Problem]:
     if cluster.kind is ClusterKind.slurm and threads > cluster.cpus_per_task > 0:
         message = f"less than {workers} processes x cluster.omp_threads={cluster.omp_threads}: they share these CPUs"
         yield Problem("cluster.cpus_per_task", str(cluster.cpus_per_task), message, "warning")
-
-
-def _resources(config: Config) -> Iterator[Problem]:
-    cluster = config.cluster
-    if cluster.mem is not None and not _MEMORY.fullmatch(cluster.mem):
-        message = "expected an integer with K, M, G or T (MiB without one), or 0 for all of a node's memory"
-        yield Problem("cluster.mem", cluster.mem, message)
-    for name in _TEXTS:
-        value = getattr(cluster, name)
-        if value is not None and (not value.strip() or re.search(r"\s", value)):
-            yield Problem(f"cluster.{name}", value, "expected text without spaces, or null for the site's default")
-    if cluster.python == "":
-        yield Problem("cluster.python", "", "expected the path of an interpreter, or null for this one")
-
-
-def _options(config: Config) -> Iterator[Problem]:
-    options = config.cluster.sbatch
-    for option, value in options.items():
-        message = problem_with(option, value)
-        if message:
-            yield Problem(f"cluster.sbatch.{option}", value, message)
-    memory = [option for option in ("mem-per-cpu", "mem-per-gpu") if option in options]
-    if config.cluster.mem is not None and memory:
-        message = f"excludes cluster.mem={config.cluster.mem}; keep one"
-        yield Problem(f"cluster.sbatch.{memory[0]}", options[memory[0]], message)
 
 
 def _warning_time(config: Config) -> Iterator[Problem]:
@@ -126,6 +105,7 @@ def _warning_time(config: Config) -> Iterator[Problem]:
 
 def _without_slurm(config: Config) -> Iterator[Problem]:
     cluster = config.cluster
-    given = [name for name in (*_TEXTS, "mem", "time", "exclusive", "sbatch") if getattr(cluster, name)]
-    for name in given:
-        yield Problem(f"cluster.{name}", None, "has no effect with cluster.kind=local; leave it out", "warning")
+    fields = [field for field in TYPED.values() if field not in ("nodes", "cpus_per_task")]
+    for name in (*fields, "gres", "gpu_type", "sbatch"):
+        if getattr(cluster, name):
+            yield Problem(f"cluster.{name}", None, "has no effect with cluster.kind=local; leave it out", "warning")

@@ -105,6 +105,7 @@ def describe(hint: Any) -> str:
 def _describe(hint: Any) -> str:
     kind, inner = container(hint)
     if kind is not None:
+        inner, _ = without_none(inner)
         of = _PLURALS.get(inner, inner.__name__)
         return f"a list of {of}" if kind is list else f"a mapping of names to {of}"
     if is_section(hint):

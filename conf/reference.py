@@ -117,6 +117,7 @@ _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 def _type(hint: Any) -> str:
     hint, nullable = without_none(hint)
     kind, inner = container(hint)
+    inner, _ = without_none(inner)
     if kind is list:
         text = "list of " + ("mappings" if is_section(inner) else f"{_TYPES[inner]}s")
     elif kind is dict:

@@ -1,13 +1,15 @@
-"""sbatch's long options: which there are, which take a value, and which belong to a field of ours.
+"""sbatch's long options: which there are, which take a value, and which of them are fields of `cluster`.
 
-Owns: that table, and judging one entry of `cluster.sbatch`. Names and arity were taken from sbatch 22.05 by asking it,
-later ones (up to 26.05) from its manual; an option that the site's sbatch does not know is refused by sbatch itself.
+Owns: these tables (render.py writes options from TYPED), and judging one entry of `cluster.sbatch`. Names and arity
+were taken from sbatch 22.05 by asking it, later ones (up to 26.05) from its manual; an option that the site's sbatch
+does not know is refused by sbatch itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from . import slurm_gpus
 from .problems import nearest
 
 _NO_VALUE = (
@@ -29,36 +31,56 @@ SWITCHES = frozenset(_NO_VALUE.split())
 WITH_VALUE = frozenset(_VALUE.split())
 OPTIONS = SWITCHES | WITH_VALUE | frozenset(_VALUE_OR_NOT.split())
 
+# Options that are a field of their own, in the order in which scripts have them: option -> field of `cluster`.
+TYPED: Mapping[str, str] = {
+    "nodes": "nodes",
+    "cpus-per-task": "cpus_per_task",
+    "mem": "mem",
+    "mem-per-cpu": "mem_per_cpu",
+    "mem-per-gpu": "mem_per_gpu",
+    "tmp": "tmp",
+    "time": "time",
+    "begin": "begin",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "nodelist": "nodelist",
+    "exclude": "exclude",
+    "reservation": "reservation",
+    "licenses": "licenses",
+    "switches": "switches",
+    "exclusive": "exclusive",
+    "nice": "nice",
+    "comment": "comment",
+    "mail-type": "mail_type",
+    "mail-user": "mail_user",
+}
+
 _OF_THE_CALL = "decides how sbatch is called, not what the job is; leave it out"
 _OUR_LOGS = "logs lie in the run directory; leave it out"
 _ONE_AGENT = "one agent per node starts the workers; use cluster.nodes and cluster.procs_per_node"
-_GPUS = "use cluster.gpus_per_node"
+_GPUS = "use cluster.gpus_per_node and cluster.gpu_type"
 # Options that stoker sets, and what to do instead.
-OURS: Mapping[str, str] = {
-    "account": "use cluster.account",
+OURS: Mapping[str, str] = {option: f"use cluster.{field}" for option, field in TYPED.items()} | {
     "array": "a run is one job; leave it out",
     "chdir": "the job runs in its run directory; use run_root",
     "clusters": "jobs are watched on one cluster; submit on the other one",
-    "constraint": "use cluster.constraint",
-    "cpus-per-task": "use cluster.cpus_per_task",
+    "dependency": "use `stoker launch --after`: what a run waited for is no part of it when it goes on",
     "error": _OUR_LOGS,
-    "exclude": "use cluster.exclude",
-    "exclusive": "use cluster.exclusive",
     "export": "use cluster.env",
     "export-file": "use cluster.env",
     "gpus": _GPUS,
     "gpus-per-node": _GPUS,
     "gpus-per-socket": _GPUS,
-    "gpus-per-task": _GPUS,
+    "gpus-per-task": f"{_GPUS}; cluster.gpu_request=gpus_per_task asks for them in this way",
+    "gres": f"{_GPUS}, and cluster.gres for what is no GPU; cluster.gpu_request=gres asks for both in this way",
     "help": _OF_THE_CALL,
     "input": "the job reads no standard input; leave it out",
     "job-name": "use name",
-    "mem": "use cluster.mem",
     "no-kill": "a job that outlives the node of its batch script has nobody to end it; leave it out",
     "no-requeue": "use resilience.continuation=none",
     "nodefile": "use cluster.nodelist",
-    "nodelist": "use cluster.nodelist",
-    "nodes": "use cluster.nodes",
     "ntasks": _ONE_AGENT,
     "ntasks-per-core": _ONE_AGENT,
     "ntasks-per-gpu": _ONE_AGENT,
@@ -67,14 +89,10 @@ OURS: Mapping[str, str] = {
     "open-mode": _OUR_LOGS,
     "output": _OUR_LOGS,
     "parsable": _OF_THE_CALL,
-    "partition": "use cluster.partition",
-    "qos": "use cluster.qos",
     "quiet": _OF_THE_CALL,
     "requeue": "use resilience.continuation=requeue",
-    "reservation": "use cluster.reservation",
     "signal": "use resilience.warning",
     "test-only": _OF_THE_CALL,
-    "time": "use cluster.time",
     "usage": _OF_THE_CALL,
     "verbose": _OF_THE_CALL,
     "version": _OF_THE_CALL,
@@ -83,20 +101,43 @@ OURS: Mapping[str, str] = {
 }
 
 
-def problem_with(option: str, value: str) -> str | None:
-    """What is wrong with `cluster.sbatch.option=value`, or None. "", "true" and "false" switch an option without value.
+def problem_with(option: str, value: str | None) -> str | None:
+    """What is wrong with `cluster.sbatch.option=value`, or None.
+
+    "", "true" and "false" switch an option without value; None leaves it out.
 
     Returns:
         What was expected and what to do, to follow the field and its value.
     """
     if option not in OPTIONS:
         near = nearest(option.lstrip("-"), OPTIONS)
-        return f"no long option of sbatch{f'; did you mean {near}?' if near else ' (they are written without dashes)'}"
+        if near is None:
+            return "no long option of sbatch (they are written without dashes)"
+        return (
+            f"no long option of sbatch; for {near} {OURS[near]}"
+            if near in OURS
+            else f"no long option of sbatch; did you mean {near}?"
+        )
+    if value is None:
+        return None
     if option in OURS:
-        return f"set by stoker; {OURS[option]}"
+        return f"set by stoker; {_advice(option, value)}"
     is_switch = value.lower() in ("", "true", "false")
     if option in SWITCHES and not is_switch:
         return "takes no value; leave it empty"
     if option in WITH_VALUE and is_switch:
         return "needs a value"
     return None
+
+
+def _advice(option: str, value: str) -> str:
+    """Written out with the value, where it is GPUs of one kind."""
+    read = {"gpus-per-node": slurm_gpus.asked, "gres": slurm_gpus.listed}.get(option)
+    try:
+        found = read(value) if read else ()
+    except ValueError:
+        found = ()
+    if len(found) != 1 or (option == "gres" and "," in value):
+        return OURS[option]
+    kind = f" cluster.gpu_type={found[0].type}" if found[0].type else ""
+    return f"use cluster.gpus_per_node={found[0].count}{kind}"

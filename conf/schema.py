@@ -203,10 +203,13 @@ class ClusterConfig:
     gpu_type: str | None = None  # as the site names it, e.g. h100
     gpu_request: GpuRequest = GpuRequest.gpus_per_node  # option of sbatch that asks for them
     cpus_per_task: int = 1  # per node's agent, shared by its workers
-    mem: str | None = None  # per node, as sbatch takes it
-    tmp: str | None = None  # node-local disk that a node must have, as sbatch takes it
+    gres: str | None = None  # generic resources besides GPUs: NAME[:TYPE][:COUNT], with commas
+    mem: str | None = None  # memory per node: an integer with K, M, G or T; 0 = all of it
+    mem_per_cpu: str | None = None  # instead of mem
+    mem_per_gpu: str | None = None  # instead of mem
+    tmp: str | None = None  # node-local disk that a node must have, written like mem
     time: str | None = None  # any of sbatch's forms
-    begin: str | None = None  # not before; as sbatch takes it
+    begin: str | None = None  # first start not before: now+2hours, 2026-12-24T18:00, 16:00, tomorrow
     partition: str | None = None  # one, or several with commas
     account: str | None = None
     qos: str | None = None
@@ -214,14 +217,16 @@ class ClusterConfig:
     exclude: str | None = None  # nodes not to use
     nodelist: str | None = None  # nodes that must be among those used
     reservation: str | None = None
-    licenses: str | None = None  # NAME:COUNT, with commas
+    licenses: str | None = None  # NAME[:COUNT], with commas
     switches: str | None = None  # COUNT[@TIME]: leaf switches at most, and how long to wait for that
     exclusive: bool = False  # share no node with other jobs
     nice: int | None = None  # lowers the job's priority
     comment: str | None = None  # of the job; stoker's token follows it
     mail_type: str | None = None  # as sbatch takes it, e.g. FAIL,TIME_LIMIT
     mail_user: str | None = None  # default: who submits
-    sbatch: dict[str, str] = field(default_factory=dict)  # further long options, checked against a list
+    sbatch: dict[str, str | None] = field(
+        default_factory=dict
+    )  # further long options, checked against a list; null = not given
     modules: list[str] = field(default_factory=list)  # loaded after a `module purge`, in this order
     conda: str | None = None  # environment (name or prefix) that is activated; its python is used
     setup: list[str] = field(default_factory=list)  # shell lines run before the supervisor, after modules and conda

@@ -1,12 +1,13 @@
-"""Slurm's time limits: every form that sbatch documents for --time.
+"""Slurm's times: every form that sbatch documents for --time, and the usual ones of --begin.
 
-Owns: reading them (and writing one). Held against sbatch 22.05, whose parser also lets through "1-" and "-5"; these are
-refused here.
+Owns: reading them (and writing a time limit). Held against sbatch 22.05, whose parser also lets through "1-" and "-5";
+these are refused here.
 """
 
 from __future__ import annotations
 
 import re
+import time
 
 FORMS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds"
 
@@ -50,3 +51,29 @@ def format_time(seconds: int) -> str:
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return f"{days}-{hour:02}:{minute:02}:{second:02}" if days else f"{hour:02}:{minute:02}:{second:02}"
+
+
+BEGIN_FORMS = "now+2hours, 16:00, midnight, tomorrow, 2026-12-24 or 2026-12-24T18:00"
+
+_WORDS = ("now", "today", "tomorrow", "midnight", "noon", "fika", "teatime")
+_FROM_NOW = re.compile(r"now\+\d{1,8}(?:(?:second|minute|hour|day|week)s?)?", re.ASCII)
+_CLOCKS = ("%H:%M", "%H:%M:%S", "%I:%M%p", "%I:%M:%S%p")
+_DATES = ("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S", "%m/%d/%y")
+_DIGITS = re.compile(r"\d{1,4}(?:[-/:T]\d\d)*(?:[AaPp][Mm])?", re.ASCII)
+
+
+def check_begin(text: str) -> None:
+    """Whether sbatch takes it for --begin; what it means is left to Slurm's own clock.
+
+    Raises:
+        ValueError: `text` has none of the BEGIN_FORMS.
+    """
+    if text in _WORDS or _FROM_NOW.fullmatch(text):
+        return
+    for form in (*_CLOCKS, *_DATES) if _DIGITS.fullmatch(text) else ():
+        try:
+            time.strptime(text, form)
+        except ValueError:
+            continue
+        return
+    raise ValueError(f"expected a time like {BEGIN_FORMS}")

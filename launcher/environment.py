@@ -1,18 +1,14 @@
-"""Environment variables: what is taken away before a submission, what is recorded, what counts as a secret.
+"""Environment variables: what is taken away before a submission, what is recorded.
 
-Owns: three lists of names. Slurm hands the submitter's environment to the job, so secrets travel there and only there:
-never in a script, the run directory or an argument.
+Owns: two lists of names. Slurm hands the submitter's environment to the job, so secrets (conf/secret_names.py) travel
+there and only there: never in a script, the run directory or an argument.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
-# Compiled where they are used: status imports this module and must answer at once.
-_SECRET = r"(?:^|_)(?:KEY|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)S?$|(?:APIKEY|PASSWORD|ACCESS_KEY_ID)$"
-# `export NAME=value` in a set-up line, with the value written out (not taken from a variable or a command).
-_ASSIGNMENT = r"(?:^|[\s;&])([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"$`]+|'[^']+|[^\s\"'$`;&]+)"
+from ..conf.secret_names import is_secret
 
 # Prefixes, or whole names.
 _OUTER_JOB = (
@@ -28,16 +24,6 @@ _RECORDED = """
     ROCR_ SLURM_CONF STOKER_ TMPDIR TORCHINDUCTOR_ TORCH_ TRITON_ TZ UCX_ VIRTUAL_ENV WANDB_DIR WANDB_MODE
     WANDB_PROJECT
 """
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable of this name is taken to hold a key, token or password."""
-    return re.search(_SECRET, name, re.IGNORECASE) is not None
-
-
-def secrets_in(line: str) -> list[str]:
-    """Names of secrets whose value is written out in a shell line: `export HF_TOKEN=abc`, not `HF_TOKEN=$(cat f)`."""
-    return [m[1] for m in re.finditer(_ASSIGNMENT, line) if is_secret(m[1])]
 
 
 def without_outer_job(environment: Mapping[str, str]) -> dict[str, str]:

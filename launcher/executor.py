@@ -136,11 +136,13 @@ class StokerExecutor(core.Executor):
     def _submit(self, frozen: FrozenRun) -> StokerJob:
         run = open_run(frozen.path)
         submission = frozen.submission or intend(run)
-        own_comment = effective_config(run, submission.number)["cluster"]["sbatch"].get("comment")
+        own_comment = effective_config(run, submission.number)["cluster"].get("comment")
         script = effective_script(run, submission.number)
+        intention = submission.intention
         others = frozenset(s.job_id for s in submissions(run) if s.job_id and s != submission)
-        token = str(submission.intention["token"])
-        accepted = submit_script(Request(script, run.path, token, own_comment, others))
+        options = tuple(map(str, intention.get("options", ())))
+        request = Request(script, run.path, str(intention["token"]), own_comment, others, options)
+        accepted = submit_script(request)
         submission.set_job(accepted.job_id, accepted.cluster)
         known = submission.job_id
         assert known is not None
@@ -152,6 +154,8 @@ class StokerExecutor(core.Executor):
 
 def intend(run: RunDir, number: int | None = None, **fields: Any) -> Submission:
     """Note that the run is about to be submitted, with the token by which its job can be found.
+
+    Of `fields`, `options` are sbatch's for this submission alone; they win over the script's.
 
     Raises:
         TakenError: there is a submission of this number.

@@ -5,17 +5,16 @@ Standard library only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..conf.slurm_jobid import parse_job_id
 from . import slurm
 from .errors import UserError
 from .run.layout import RunDir, open_run
 from .run.submissions import submissions
 
 DEFAULT_ROOT = "runs"  # conf.schema.Config.run_root
-_JOB = re.compile(r"\d+(_\d+)?")
 
 
 def find_run(text: str) -> RunDir:
@@ -27,7 +26,7 @@ def find_run(text: str) -> RunDir:
     for path in (Path(text), Path(DEFAULT_ROOT) / text):
         if (path / "run.json").is_file():
             return open_run(path)
-    if not _JOB.fullmatch(text):
+    if not _is_job(text):
         raise UserError(f"{text}: no run directory (no run.json in it) and no job id; `stoker status` lists runs")
     for run in runs_below(Path(DEFAULT_ROOT)):
         if any(s.job_id == text for s in submissions(run)):
@@ -48,6 +47,13 @@ def runs_below(root: Path) -> list[RunDir]:
     return [RunDir(p.resolve()) for p in sorted(root.iterdir()) if (p / "run.json").is_file() and p.name[0] != "."]
 
 
+def _is_job(text: str) -> bool:
+    try:
+        return parse_job_id(text).is_job
+    except ValueError:
+        return False
+
+
 def find_runs(texts: Iterable[str]) -> list[RunDir]:
     """Every run that is meant: each text a run, a job id, or a directory of runs; none: those below ./runs.
 
@@ -64,4 +70,4 @@ def find_runs(texts: Iterable[str]) -> list[RunDir]:
 def is_root(text: str) -> bool:
     """Whether a directory of runs is meant, rather than a run or a job."""
     path = Path(text)
-    return path.is_dir() and not (path / "run.json").is_file() and not _JOB.fullmatch(text)
+    return path.is_dir() and not (path / "run.json").is_file() and not _is_job(text)

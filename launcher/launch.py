@@ -6,12 +6,14 @@ prepare.py's, freeze.py's and executor.py's; they are imported after the argumen
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .errors import UserError
 from .local import local_log, start_detached
 from .options import parse, parser, request
 from .run.layout import RunDir
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     p = parser("launch", "Freeze a run and submit it to Slurm; cluster=local starts it in the background.")
     p.add_argument("--no-submit", action="store_true", help="freeze, and print the sbatch line")
+    p.add_argument(
+        "--after", action="append", default=[], metavar="RUN_OR_JOB", help="start when that is over; repeatable"
+    )
+    p.add_argument(
+        "--after-ok",
+        action="append",
+        default=[],
+        metavar="RUN_OR_JOB",
+        help="start when that has succeeded; repeatable",
+    )
     p.add_argument("--wait", action="store_true", help="wait for the run's end and exit with its exit code")
     p.add_argument("--follow", action="store_true", help="the same, and show the logs meanwhile")
     arguments = parse(p, argv)
@@ -35,20 +47,21 @@ def main(argv: list[str]) -> int:
     is_trial = arguments.dry_run or arguments.no_submit
     prepared = prepare(request("launch", argv, arguments), needs_slurm=not is_trial)
     print_warnings(prepared.warnings)
+    is_local = prepared.config.cluster.kind is ClusterKind.local
+    options = _dependency(arguments, is_local)
     if arguments.dry_run:
-        show(prepared)
+        show(prepared, options)
         return EXIT_FINISHED
     root_is_new = not prepared.plan.directory.parent.exists()
     run = freeze(prepared.plan, os.environ)
     print(f"run directory: {run.path}")
-    is_local = prepared.config.cluster.kind is ClusterKind.local
     if arguments.no_submit:
-        print(f"to start it:   {_start_line(run, is_local)}")
+        print(f"to start it:   {_start_line(run, is_local, options)}")
         return EXIT_FINISHED
     if is_local:
         start_here(new_submission(run, "local"))
     else:
-        _submit_new(run, root_is_new)
+        _submit_new(run, root_is_new, options)
     if arguments.wait or arguments.follow:
         return wait(run, arguments.follow)
     for verb in ("status", "logs -f", "cancel"):
@@ -61,17 +74,31 @@ def print_warnings(warnings: Iterable[str]) -> None:
         print(f"stoker: warning: {line}", file=sys.stderr)
 
 
-def show(prepared: Prepared) -> None:
+def _dependency(arguments: argparse.Namespace, is_local: bool) -> list[str]:
+    """sbatch's options for --after and --after-ok; notes on them are printed."""
+    if not arguments.after and not arguments.after_ok:
+        return []
+    if is_local:
+        raise UserError("--after: Slurm does the waiting, and cluster=local has none; start it when that is over")
+    from .after import dependencies
+
+    found = dependencies(arguments.after, arguments.after_ok)
+    print_warnings(found.notes)
+    return [f"--dependency={found.dependency}"] if found.dependency else []
+
+
+def show(prepared: Prepared, options: Sequence[str] = ()) -> None:
     """What a launch would freeze and submit."""
     plan = prepared.plan
     print(f"# would be made: {plan.directory} ({len(plan.snapshot.files)} files of code)")
+    if options:
+        print(f"# to sbatch, for this submission alone: {shlex.join(options)}")
     print(f"# config.yaml\n{plan.yaml}")
     print(f"# submit.sbatch\n{plan.script}", end="")
 
 
-def _start_line(run: RunDir, is_local: bool) -> str:
-    script = shlex.quote(str(run.script))
-    return f"stoker resume {shlex.quote(str(run.path))}" if is_local else f"sbatch {script}"
+def _start_line(run: RunDir, is_local: bool, options: Sequence[str]) -> str:
+    return shlex.join(["stoker", "resume", str(run.path)] if is_local else ["sbatch", *options, str(run.script)])
 
 
 def start_here(submission: Submission) -> None:
@@ -79,7 +106,7 @@ def start_here(submission: Submission) -> None:
     print(f"in background: process {process.pid}, output in {local_log(submission.run)}")
 
 
-def submit_frozen(run: RunDir, submission: Submission | None = None) -> None:
+def submit_frozen(run: RunDir, submission: Submission) -> None:
     """Give a frozen run to Slurm and print the job.
 
     Raises:
@@ -98,12 +125,13 @@ def submit_frozen(run: RunDir, submission: Submission | None = None) -> None:
     print(f"job:           {job.job_id}")
 
 
-def _submit_new(run: RunDir, root_is_new: bool) -> None:
+def _submit_new(run: RunDir, root_is_new: bool, options: Sequence[str]) -> None:
+    from .executor import intend
     from .freeze import discard
     from .submit import SubmissionError
 
     try:
-        submit_frozen(run)
+        submit_frozen(run, intend(run, options=list(options)))
     except SubmissionError as e:
         if not e.may_be_queued:
             discard(run, with_root=root_is_new)

@@ -19,7 +19,7 @@ from ..conf.compose import Composed, compose
 from ..conf.mounts import separators_in
 from ..conf.problems import ConfigError, Problem
 from ..conf.schema import ClusterKind, Config, ContainerRuntime
-from . import code, environment, lints, slurm, stage, task_words
+from . import code, lints, slurm, stage, task_words
 from .errors import UserError
 from .freeze import Plan, new_id
 from .render import render, script_of
@@ -128,7 +128,6 @@ def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]
     found = check(config)
     errors = [str(p) for p in found if p.severity == "error"]
     warnings = [str(p) for p in found if p.severity != "error"]
-    errors += _secrets_in(config, {p.field for p in found})
     if config.cluster.kind is ClusterKind.slurm and (needs_slurm or slurm.is_available()):
         try:
             live = lints.live(config)
@@ -198,19 +197,3 @@ def refuse_unmountable(plain: dict[str, Any], directory: Path) -> None:
     if found:
         characters = " ".join(map(repr, found))
         raise UserError(f"run directory {directory}: {runtime} cannot mount a path with {characters}; choose another")
-
-
-def _secrets_in(config: Config, named: set[str]) -> list[str]:
-    """Keys must not get into the script or the run directory. Their values are not repeated here.
-
-    `named`: fields that have a problem already; conf.checks finds the plainest names.
-    """
-    advice = "keys never go into a run directory; set it in your shell, the job gets your environment"
-    fields = {f"cluster.env.{name}": name for name in config.cluster.env}
-    found = [f"{f}: {advice}" for f, name in fields.items() if f not in named and environment.is_secret(name)]
-    for line in config.cluster.setup:
-        found += [
-            f"cluster.setup sets {name} to a written-out value: {advice}, or read it from a file: {name}=$(cat FILE)"
-            for name in environment.secrets_in(line)
-        ]
-    return found

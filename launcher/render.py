@@ -13,7 +13,8 @@ from pathlib import Path
 
 import jinja2
 
-from ..conf.schema import ClusterConfig, ClusterKind, Config, Continuation
+from ..conf.sbatch_options import TYPED
+from ..conf.schema import ClusterConfig, ClusterKind, Config, Continuation, GpuRequest
 from .run.bootstrap import ENV_ARCHIVE, LOCAL_DIR
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "slurm_templates"
@@ -98,26 +99,26 @@ def _log_pattern(run_dir: Path) -> str:
 
 
 def _resources(cluster: ClusterConfig) -> tuple[tuple[str, Value], ...]:
-    return (
-        ("nodes", cluster.nodes),
-        ("ntasks-per-node", 1),
-        ("cpus-per-task", cluster.cpus_per_task),
-        ("gpus-per-node", cluster.gpus_per_node or None),
-        ("mem", cluster.mem),
-        ("time", cluster.time),
-        ("partition", cluster.partition),
-        ("account", cluster.account),
-        ("qos", cluster.qos),
-        ("constraint", cluster.constraint),
-        ("nodelist", cluster.nodelist),
-        ("exclude", cluster.exclude),
-        ("reservation", cluster.reservation),
-        ("exclusive", cluster.exclusive),
-    )
+    typed = ((option, getattr(cluster, field)) for option, field in TYPED.items())
+    return (("ntasks-per-node", 1), *_gpus(cluster), *typed)
 
 
-def _extra(value: str) -> Value:
+def _gpus(cluster: ClusterConfig) -> tuple[tuple[str, Value], ...]:
+    gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else str(cluster.gpus_per_node)
+    if not cluster.gpus_per_node:
+        return (("gres", cluster.gres),)
+    if cluster.gpu_request is GpuRequest.gres:
+        return (("gres", f"gpu:{gpus},{cluster.gres}" if cluster.gres else f"gpu:{gpus}"),)
+    if cluster.gpu_request is GpuRequest.gpus_per_task:
+        # Slurm takes it only together with a number of tasks; the nodes' agents are the tasks.
+        return (("ntasks", cluster.nodes), ("gpus-per-task", gpus), ("gres", cluster.gres))
+    return (("gpus-per-node", gpus), ("gres", cluster.gres))
+
+
+def _extra(value: str | None) -> Value:
     """conf/sbatch_options.py says what may be here; an option without a value is switched by these words."""
+    if value is None:
+        return None
     word = value.lower()
     return True if word in ("", "true") else False if word == "false" else value
 

@@ -72,7 +72,8 @@ def resume(run: RunDir, overrides: Sequence[str], by: str | None = None, number:
     _refuse_if_done(run, changed["train"]["steps"], changed is not plain)
     script = _script(run, changed) if overrides else None  # before anything is written: it finds problems
     is_local = changed["cluster"]["kind"] == "local"
-    fields = {"by": by} if by else {}
+    fields: dict[str, Any] = {"by": by} if by else {}
+    fields |= {"options": _begin_at_once(changed, overrides)}
     try:
         submission = new_submission(run, "local", number, **fields) if is_local else _intend(run, number, fields)
     except TakenError as e:
@@ -87,7 +88,13 @@ def resume(run: RunDir, overrides: Sequence[str], by: str | None = None, number:
         _submit(run, submission)
 
 
-def _intend(run: RunDir, number: int, fields: dict[str, str]) -> Submission:
+def _begin_at_once(plain: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """cluster.begin is of the first start: `16:00` in the script would keep a resumed run waiting until tomorrow."""
+    is_new = "cluster.begin" in map(_key, overrides)
+    return ["--begin=now"] if plain["cluster"].get("begin") and not is_new else []
+
+
+def _intend(run: RunDir, number: int, fields: dict[str, Any]) -> Submission:
     from .executor import intend
 
     return intend(run, number, **fields)

@@ -6,6 +6,7 @@ whether to try again is submit.py's, what the site allows is site.py's. Standard
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..conf import slurm_jobid
 from .environment import without_outer_job
 from .errors import UserError, environment_error
 
@@ -22,7 +24,6 @@ _SEPARATOR = "\x1f"  # no run directory, comment or reason has it
 _FIELDS = ("%i", "%T", "%M", "%N", "%r", "%Z", "%k")
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _ENDED |= {"REVOKED", "TIMEOUT"}
-_JOB_ID = re.compile(r"\s*(\d+)(?:;(\S+))?\s*")
 _JOB_ID_WORDS = re.compile(r"Submitted batch job (\d+)(?: on cluster (\S+))?")
 # What sbatch says when it lost the controller's answer: the job may be in the queue all the same.
 _UNSURE = re.compile(
@@ -160,7 +161,12 @@ def parse_job_id(text: str) -> tuple[str, str | None] | None:
 
     None if there is no id, or more than one line could be it.
     """
-    found = {(m[1], m[2]) for m in map(_JOB_ID.fullmatch, text.splitlines()) if m}
+    found = set()
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            job_id = slurm_jobid.parse_job_id(line.strip())
+            if job_id == slurm_jobid.JobId(job_id.job, cluster=job_id.cluster):
+                found.add((str(job_id.job), job_id.cluster))
     if not found:
         found = {(m[1], m[2]) for m in _JOB_ID_WORDS.finditer(text)}
     return found.pop() if len(found) == 1 else None

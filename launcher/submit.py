@@ -55,6 +55,7 @@ class Request:
     token: str
     own_comment: str | None = None
     others: frozenset[str] = frozenset()  # jobs known to belong to the run's other submissions
+    options: tuple[str, ...] = ()  # of sbatch, for this submission alone
 
 
 def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Accepted:
@@ -67,7 +68,7 @@ def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Acc
     comment = comment_of(request.token, request.own_comment)
     for attempt in range(TRIES):
         mark = {SUBMISSION: request.token}
-        reply = slurm.sbatch(request.script, [f"--comment={comment}"], SBATCH_TIMEOUT, mark)
+        reply = slurm.sbatch(request.script, [*request.options, f"--comment={comment}"], SBATCH_TIMEOUT, mark)
         known = slurm.parse_job_id(reply.out) if reply.code == 0 else None
         if known:
             job = Accepted(*known)

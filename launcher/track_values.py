@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .environment import is_secret, secrets_in
+from ..conf.secret_names import is_secret, secrets_in
 from .run.layout import RunDir
 from .track_feed import Record, Row
 

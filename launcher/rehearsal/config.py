@@ -164,12 +164,14 @@ def _accounting(spec: ClusterSpec, site: Site) -> list[str]:
 
 def _nodes(spec: ClusterSpec, site: Site) -> list[str]:
     lines = ["GresTypes=gpu"] if spec.gpus else []
-    gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
+    kind = f"{spec.gpu_type}:" if spec.gpu_type else ""
+    gres = f" Gres=gpu:{kind}{spec.gpus}" if spec.gpus else ""
+    further = f" {spec.node_options}" if spec.node_options else ""
     for node in spec.node_names():
         lines.append(
             f"NodeName={node} NodeHostname={node if spec.isolate else site.hostname}"
             f" NodeAddr={node_address(spec, node)} Port={node_port(spec, site, node)} Sockets=1"
-            f" CoresPerSocket={spec.cpus} ThreadsPerCore=1 RealMemory={spec.memory}{gres} State=UNKNOWN"
+            f" CoresPerSocket={spec.cpus} ThreadsPerCore=1 RealMemory={spec.memory}{gres}{further} State=UNKNOWN"
         )
     return lines
 
@@ -194,9 +196,11 @@ def gres_conf(spec: ClusterSpec, layout: Layout) -> str:
     if not spec.gpus:
         return "AutoDetect=off\n"
     devices = "gpu0" if spec.gpus == 1 else f"gpu[0-{spec.gpus - 1}]"
+    kind = f" Type={spec.gpu_type}" if spec.gpu_type else ""
     return (
         "AutoDetect=off\n"
-        f"NodeName={node_range(spec)} Name=gpu Count={spec.gpus} File={layout.devices}/{devices} Flags=nvidia_gpu_env\n"
+        f"NodeName={node_range(spec)} Name=gpu{kind} Count={spec.gpus} File={layout.devices}/{devices}"
+        " Flags=nvidia_gpu_env\n"
     )
 
 

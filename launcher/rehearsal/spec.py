@@ -27,7 +27,8 @@ class ClusterSpec:
 
     `isolate` gives each node its own address, host name, process table, /tmp and /dev/shm; `share` lists directories
     below /tmp that its nodes still have in common. `database` adds slurmdbd and a private MariaDB, so that sacct works.
-    CPUs, memory (MB) and GPUs are what Slurm is told, whatever the machine has. `settings` are slurm.conf lines
+    CPUs, memory (MB), GPUs and their type are what Slurm is told, whatever the machine has. `node_options` are further
+    words of each node's line in slurm.conf ("Features=ib TmpDisk=900000"). `settings` are slurm.conf lines
     ("Key=Value") that replace the generated ones of the same key. `slurm_prefix` points at another build of Slurm.
     `topology` are lines of topology.conf ("SwitchName=..."); without any, all nodes are alike.
     Raises ValueError for values no cluster can have.
@@ -37,6 +38,8 @@ class ClusterSpec:
     cpus: int = 8
     memory: int = 8000
     gpus: int = 8
+    gpu_type: str = ""
+    node_options: str = ""
     isolate: bool = False
     database: bool = False
     cred_expire: int = 5
@@ -63,6 +66,10 @@ class ClusterSpec:
                 raise ValueError(f"{field} = {getattr(self, field)}: expected {smallest} or more")
         if self.preempt_mode not in ("REQUEUE", "CANCEL"):
             raise ValueError(f"preempt_mode = {self.preempt_mode!r}: expected 'REQUEUE' or 'CANCEL'")
+        if not re.fullmatch(r"[A-Za-z0-9_]*", self.gpu_type, re.ASCII):
+            raise ValueError(f"gpu_type = {self.gpu_type!r}: expected letters, digits and _")
+        if not re.fullmatch(r"(?:\w+=\S+(?: \w+=\S+)*)?", self.node_options, re.ASCII):
+            raise ValueError(f"node_options: {self.node_options!r} is not words like Features=ib")
         for line in self.settings:
             if not re.fullmatch(r"\w+=[^\r\n]*", line):
                 raise ValueError(f"settings: {line!r} is not one 'Key=Value' line of slurm.conf")

@@ -72,7 +72,7 @@ def test_overrides_reach_the_typed_configuration() -> None:
             "data.sources[0].prefix=/x/y",
             "cluster={nodes: 3, env: {A: 1}}",
             "cluster.env.NCCL_DEBUG=INFO",
-            "cluster.sbatch.mail-type=FAIL",
+            "cluster.sbatch.gpu-bind=none",
             "kernels.ops.rmsnorm=reference",
             "cluster.setup=['module load a/1', 'echo $HOME']",
             "optim.lr=1e-4",
@@ -84,7 +84,7 @@ def test_overrides_reach_the_typed_configuration() -> None:
     assert (config.train.steps, config.model.head_dim, config.cluster.nodes) == (7, 64, 3)
     assert (config.data.sources[0].prefix, config.data.sources[0].name) == ("/x/y", "stdlib")
     assert config.cluster.env == {"NCCL_DEBUG": "INFO"}
-    assert config.cluster.sbatch == {"mail-type": "FAIL"}
+    assert config.cluster.sbatch == {"gpu-bind": "none"}
     assert config.kernels.ops == {"rmsnorm": "reference"}
     assert config.cluster.setup == ["module load a/1", "echo $HOME"]
     assert config.optim.lr == 0.0001

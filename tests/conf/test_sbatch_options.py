@@ -2,41 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from stoker.conf.sbatch_options import OPTIONS, OURS, SWITCHES, WITH_VALUE, problem_with
+from stoker.conf.sbatch_options import OPTIONS, OURS, SWITCHES, TYPED, WITH_VALUE, problem_with
+from stoker.conf.schema import ClusterConfig
 
 JUDGED = {
-    ("mail-type", "FAIL"): None,
-    ("gres", "gpu:a100:4"): None,
+    ("deadline", "now+1day"): None,
     ("hold", ""): None,
     ("hold", "true"): None,
-    ("nice", ""): None,
-    ("nice", "100"): None,
-    ("dependency", "afterok:1"): None,
-    ("mail_type", "FAIL"): "no long option of sbatch; did you mean mail-type?",
-    ("--comment", "x"): "no long option of sbatch; did you mean comment?",
+    ("time-min", "4:00:00"): None,
+    ("gpu-bind", None): None,
+    ("deadlin", "1"): "no long option of sbatch; did you mean deadline?",
+    ("deadlin", None): "no long option of sbatch; did you mean deadline?",
+    ("--hint", "x"): "no long option of sbatch; did you mean hint?",
+    ("mail_type", "FAIL"): "no long option of sbatch; for mail-type use cluster.mail_type",
     ("J", "x"): "no long option of sbatch (they are written without dashes)",
     ("hold", "5"): "takes no value; leave it empty",
-    ("mail-type", ""): "needs a value",
+    ("deadline", ""): "needs a value",
     ("nodes", "3"): "set by stoker; use cluster.nodes",
+    ("nodes", None): None,
+    ("mem-per-gpu", "80G"): "set by stoker; use cluster.mem_per_gpu",
     ("signal", "USR1"): "set by stoker; use resilience.warning",
     ("requeue", ""): "set by stoker; use resilience.continuation=requeue",
     ("array", "0-3"): "set by stoker; a run is one job; leave it out",
-}
+    ("gpus-per-node", "8"): "set by stoker; use cluster.gpus_per_node=8",
+    ("gpus-per-node", "h100:8"): "set by stoker; use cluster.gpus_per_node=8 cluster.gpu_type=h100",
+    ("gpus-per-node", "a100:4,h100:4"): "set by stoker; use cluster.gpus_per_node and cluster.gpu_type",
+    ("gres", "gpu:a100:4"): "set by stoker; use cluster.gpus_per_node=4 cluster.gpu_type=a100",
+    ("gres", "gpu:4,nvme:1"): "set by stoker; use cluster.gpus_per_node and cluster.gpu_type, and cluster.gres for "
+    "what is no GPU; cluster.gpu_request=gres asks for both in this way",
+    ("dependency", "afterok:1"): "set by stoker; use `stoker launch --after`: what a run waited for is no part of it "
+    "when it goes on",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("option", "value"), JUDGED)
-def test_an_option_is_judged(option: str, value: str) -> None:
+def test_an_option_is_judged(option: str, value: str | None) -> None:
     assert problem_with(option, value) == JUDGED[option, value]
 
 
 def test_options_that_are_ours_are_options() -> None:
     assert set(OURS) <= OPTIONS
+
+
+def test_typed_options_are_fields_of_the_cluster() -> None:
+    assert set(TYPED.values()) <= {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert set(TYPED) <= OPTIONS
 
 
 @pytest.mark.slurm

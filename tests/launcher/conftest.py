@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from stoker.launcher.run.layout import RunDir
 
+GOLDEN = Path(__file__).with_name("golden")
+
 # The least that a configuration needs to pass its checks, besides data.
 PLAIN = {"train": {"steps": 10}, "cluster": {"kind": "slurm", "sbatch": {}, "nodes": 1}}
 
@@ -26,6 +28,22 @@ def tokens(tmp_path: Path) -> str:
     prefix.with_suffix(".idx").write_bytes(index)
     prefix.with_suffix(".bin").write_bytes(bytes(2 * 4096))
     return str(prefix)
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """`golden("least.sbatch", text)`: byte for byte what that file below golden/ holds.
+
+    After a wanted change: `STOKER_WRITE_GOLDEN=1 .venv/bin/python -m pytest tests/launcher -k golden`; read the diff.
+    """
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if os.environ.get("STOKER_WRITE_GOLDEN") == "1":
+            path.write_bytes(text.encode())
+        assert text.encode() == path.read_bytes()
+
+    return compare
 
 
 @pytest.fixture

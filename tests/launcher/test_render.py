@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from stoker.conf.schema import ClusterConfig, ClusterKind, Config, Continuation, ResilienceConfig
 from stoker.launcher.render import option_line, render, script_of
 
-GOLDEN = Path(__file__).with_name("golden")
+Golden = Callable[[str, str], None]
 AWKWARD = 'it\'s "q" $HOME `id` (1) \u00e9 50%j # ; & *'
 
 
@@ -21,7 +22,7 @@ def script(config: Config, run_dir: Path = Path("/shared/runs/llama-1"), python:
     return render(script_of(config, run_dir, "261130-104733-x7q2", "0.1.0", python))
 
 
-def test_everything_golden() -> None:
+def test_everything_golden(golden: Golden) -> None:
     config = Config(
         name="llama",
         resilience=ResilienceConfig(warning=300),
@@ -40,23 +41,25 @@ def test_everything_golden() -> None:
             exclude="n7",
             reservation="r",
             exclusive=True,
-            sbatch={"mail-type": "FAIL", "comment": "a b", "hold": "", "reboot": "false"},
+            comment="a b",
+            mail_type="FAIL",
+            sbatch={"hold": "", "reboot": "false", "hint": None, "deadline": "now+3 days"},
             setup=["module load cuda/12.8", "source /opt/site.sh"],
             env={"NCCL_IB_HCA": "mlx5", "NOTE": "it's $5"},
             omp_threads=8,
         ),
     )
-    assert script(config) == (GOLDEN / "everything.sbatch").read_text()
+    golden("everything.sbatch", script(config))
 
 
-def test_least_golden() -> None:
+def test_least_golden(golden: Golden) -> None:
     config = Config(cluster=ClusterConfig(), resilience=ResilienceConfig(continuation=Continuation.none))
-    assert script(config) == (GOLDEN / "least.sbatch").read_text()
+    golden("least.sbatch", script(config))
 
 
-def test_local_golden() -> None:
+def test_local_golden(golden: Golden) -> None:
     config = Config(cluster=ClusterConfig(kind=ClusterKind.local))
-    assert script(config) == (GOLDEN / "local.sbatch").read_text()
+    golden("local.sbatch", script(config))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stoker.launcher import cli
+from stoker.launcher import cli, resume
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.effective import effective_config, effective_script
 from stoker.launcher.run.layout import CheckpointName, RunDir
@@ -40,6 +40,7 @@ def run(tokens: str, tmp_path: Path, fake_slurm: Any, monkeypatch: pytest.Monkey
     fake_slurm.program("squeue", "true")
     fake_slurm.program("scontrol", SCONTROL)
     fake_slurm.program("sbatch", "echo 8")
+    monkeypatch.setattr(resume, "CLEARING", 0.2)
     capsys.readouterr()
     return found
 

@@ -1,0 +1,47 @@
+"""Sizes of memory, held against what sbatch and scontrol of 22.05 made of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stoker.conf.slurm_memory import parse_memory
+
+TAKEN = {
+    "0": 0,
+    "0K": 0,
+    "1": 1,
+    "007M": 7,
+    "1000": 1000,
+    "1K": 1,
+    "1024K": 1,
+    "1025K": 2,
+    "1kb": 1,
+    "4G": 4096,
+    "4GB": 4096,
+    "4gb": 4096,
+    "1T": 1024 * 1024,
+    "99999999T": 99999999 * 1024 * 1024,
+}
+REFUSED = ["", "G", "1.5G", "-1", "1 G", "1G ", "1MiB", "1P", "1B", "1GBX", "1Gx", "18446744073709551615", "\u0661"]
+# What sbatch lets through: a sign, a blank in front, and numbers that overflow into its flags.
+ALSO_REFUSED = ["+5", " 1G", "9223372036854775807", "9223372036854775807K", "9999999999T"]
+
+
+@pytest.mark.parametrize("text", TAKEN)
+def test_a_size_is_what_slurm_makes_of_it(text: str) -> None:
+    assert parse_memory(text) == TAKEN[text]
+
+
+@pytest.mark.parametrize("text", [*REFUSED, *ALSO_REFUSED])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected an integer with K, M, G or T"):
+        parse_memory(text)
+
+
+@given(st.text())
+def test_no_text_does_worse_than_be_refused(text: str) -> None:
+    try:
+        assert 0 <= parse_memory(text) <= 2**53
+    except ValueError:
+        return
