@@ -28,7 +28,7 @@ from .stacks_text import innermost, render
 
 PROPOSAL_PAUSE = 0.003  # seconds between writing a proposal and reading where workers are (see propose)
 TAIL_BYTES = 4096
-ZYGOTE_LIMIT = 3.0  # seconds in which a zygote that was left ends by itself
+TASK_LIMIT = 3.0  # seconds in which the zygote's stand-in ends by itself once the agent has left it
 STACKS_LIMIT = 0.7  # seconds
 
 
@@ -156,12 +156,12 @@ class Node:
         self.kill_workers()
         if self._zygote is None:
             return
-        if self._to_zygote is not None:
-            # It ends by itself then, and takes along what its children have left behind.
+        if self._to_zygote is not None and self._config["task"]["cmd"]:
+            # It ends by itself then, and takes along what the processes have left behind.
             self._to_zygote.close()
             self._to_zygote = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._zygote.wait(ZYGOTE_LIMIT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._zygote.wait(TASK_LIMIT)
         self._zygote.kill()
         self._zygote.wait()
 

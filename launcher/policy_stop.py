@@ -47,9 +47,10 @@ def warned(state: State, e: Warned) -> Decision:
     note = Note("warned", {"cause": e.cause.value, "reason": e.reason, "seconds_left": left})
     deadline = None if left is None else state.now + max(0.0, left - END_MARGIN)
     plan = StopPlan(e.cause, e.reason, deadline, 0, 2, requeue=e.requeue)
-    has_stepped = state.ranks and all(r.phase not in (Phase.START,) for r in state.ranks.values())
-    # What a script of the user's own makes of the time that is left is its own affair.
-    too_late = left is not None and left < _lead_needed(state) and not state.settings.is_own_script
+    # What a script of the user's own has to save, and in what time, is its own affair.
+    is_own = state.settings.is_own_script
+    has_stepped = is_own or (state.ranks and all(r.phase is not Phase.START for r in state.ranks.values()))
+    too_late = not is_own and left is not None and left < _lead_needed(state)
     if state.stage is Stage.AWAITING_SLURM and state.trouble and state.trouble.cause is Cause.REQUESTED:
         return end(state, after_stop(state, plan), ask=True)  # its ranks had the signal before us, and have all ended
     if state.stage is not Stage.RUNNING or not has_stepped or too_late:

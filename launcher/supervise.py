@@ -36,7 +36,7 @@ from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEU
 from .run.packages import changes
 from .run.stacks import offer
 from .run.submissions import Submission, own_submission, rival, submissions
-from .run.views import last_outcome
+from .run.views import last_outcome, made_progress
 from .signals import SignalPipe
 from .track_start import PATIENCE as TRACKER_PATIENCE
 from .track_start import start_tracker, stop_tracker
@@ -431,7 +431,7 @@ def trailing_fruitless(attempts: list[AttemptDir]) -> list[AttemptDir]:
     they are the site's doing."""
     found: list[AttemptDir] = []
     for attempt in reversed(attempts):
-        if any(path.stat().st_size for _, path in attempt.all_metrics()):
+        if made_progress(attempt):
             break
         outcome = Outcome.read(attempt)
         if outcome is None or outcome.cause not in (Cause.PREEMPTED, Cause.NODE_FAILURE):

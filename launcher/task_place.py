@@ -45,7 +45,7 @@ class Place:
         the same code.
 
         Raises:
-            OSError: no room on the node, or the directory of a project that was not frozen is not there.
+            OSError: no room on the node.
         """
         errors: list[str] = []
         for parent in local_parents(os.environ):
@@ -64,9 +64,7 @@ class Place:
         try:
             inside = read_json(run.run)["code"].get("cwd")
             if inside is None:  # it was not in a project of its own: nothing was frozen
-                cwd = Path(read_json(run.env)["cwd"])
-                os.stat(cwd)
-                return cls(root, cwd, None, None, lock)
+                return cls(root, Path(read_json(run.env)["cwd"]), None, None, lock)
             archive = Path(__file__).resolve().parents[3]
             shared, own = archive / "code" / "user", root / "code" / "user"
             shutil.copytree(shared, own, symlinks=True)

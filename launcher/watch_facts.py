@@ -19,6 +19,7 @@ from .run.files import now_at
 from .run.layout import AttemptDir, RunDir
 from .run.outcome import Cause, Next, Outcome
 from .run.submissions import Submission, submissions
+from .run.views import made_progress
 from .state import Queue, State, attempts_of, jobs_of, look
 from .state import facts as state_facts
 from .summary import tail_records
@@ -94,7 +95,10 @@ def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
         waiting=now - worked,
         starting=starting,
         silent=silent,
-        stalled=None if silent is None else now - max(t for t in (step, began, 0.0) if t is not None),
+        # A script of the user's own need not tell its steps.
+        stalled=None
+        if silent is None or (step is None and plain.get("task", {}).get("cmd"))
+        else now - max(t for t in (step, began, 0.0) if t is not None),
         node_states=_node_states(job) if suspicious and job else "",
         fruitless=fruitless(attempts),
         resumes=_resumes(found),
@@ -181,7 +185,7 @@ def fruitless(attempts: Sequence[AttemptDir]) -> int:
     count = 0
     for attempt in reversed(attempts):
         outcome = Outcome.read(attempt)
-        if _has_step(attempt):
+        if made_progress(attempt):
             break
         if attempt is attempts[-1] and outcome is None:
             continue  # it may be at work
@@ -190,14 +194,10 @@ def fruitless(attempts: Sequence[AttemptDir]) -> int:
     return count
 
 
-def _has_step(attempt: AttemptDir) -> bool:
-    return any(path.stat().st_size for _, path in attempt.all_metrics())
-
-
 def _resumes(found: Sequence[Submission]) -> int:
     count = 0
     for s in reversed(found):
-        if s.intention.get("by") != "watch" or any(_has_step(a) for a in attempts_of(s.run, s)):
+        if s.intention.get("by") != "watch" or any(made_progress(a) for a in attempts_of(s.run, s)):
             break
         count += 1
     return count

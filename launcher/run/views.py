@@ -6,6 +6,8 @@ generation) counts: it is the one whose weights went on.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,3 +53,29 @@ def last_outcome(run: RunDir) -> tuple[AttemptDir, Outcome | None] | None:
     """The newest attempt and its outcome (None while it has none); None if no attempt was ever started."""
     attempts = run.all_attempts()
     return (attempts[-1], Outcome.read(attempts[-1])) if attempts else None
+
+
+def made_progress(attempt: AttemptDir) -> bool:
+    """Whether an attempt got anywhere: a step that was told, or something left in the directory for checkpoints.
+
+    A script of the user's own need not tell its steps. Times are the file system's, so clocks do not matter; what one
+    attempt has left counts for it until a later one replaces it.
+    """
+    if any(path.stat().st_size for _, path in attempt.all_metrics()):
+        return True
+    run = RunDir(attempt.path.parents[1])
+    try:
+        began = attempt.start.stat().st_mtime
+        left = [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(run.checkpoints)]
+    except OSError:
+        return False
+    later = [_began(a) for a in run.all_attempts() if a.number > attempt.number]
+    ended = min((t for t in later if t is not None), default=math.inf)
+    return any(began < t <= ended for t in left)
+
+
+def _began(attempt: AttemptDir) -> float | None:
+    try:
+        return attempt.start.stat().st_mtime
+    except OSError:
+        return None

@@ -493,8 +493,8 @@ def test_a_rank_that_sends_no_heartbeat_is_never_hung_and_holds_nobodys_steps_ba
 
 def test_an_own_script_is_asked_to_stop_however_little_time_is_left() -> None:
     """We do not know what it has to save, nor how long that takes."""
-    s = own(Phase.STEP)
-    s.feed(s.status(0, 0, median=60.0), s.status(1, 0, median=60.0))
+    s = own(Phase.START)
+    s.feed(s.status(0, 0, median=60.0))
     assert s.feed(p.Warned(Cause.TIME_LIMIT, "near", 20.0)) == [p.Propose(1, 2, True)]
     answers = [p.ProposalAnswer(1, n, 2, True, 0) for n in ("n1", "n2")]
     assert s.feed(*answers) == [p.Commit(1, 2, True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from stoker.launcher.run import views
@@ -51,3 +52,24 @@ def test_last_outcome(tmp_path: Path) -> None:
     outcome.write(first)
     assert views.last_outcome(run) == (first, outcome)
     assert views.last_outcome(run) != (claim(run), outcome)
+
+
+def test_progress_is_a_step_or_what_an_attempt_left_among_the_checkpoints(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    attempts = [claim(run) for _ in range(4)]
+    run.checkpoints.mkdir()
+    for second, attempt in enumerate(attempts):
+        attempt.start.write_text("{}")
+        os.utime(attempt.start, (1000 * second, 1000 * second))
+
+    def left(name: str, at: int) -> None:
+        (run.checkpoints / name).touch()
+        os.utime(run.checkpoints / name, (at, at))
+
+    assert [views.made_progress(a) for a in attempts] == [False] * 4
+    left("latest.pt", 1500)
+    assert [views.made_progress(a) for a in attempts] == [False, True, False, False]
+    left("latest.pt", 3500)  # replaced by the fourth; nobody looks back behind that
+    assert [views.made_progress(a) for a in attempts] == [False, False, False, True]
+    lines(attempts[2].metrics(1), {"step": 1})
+    assert [views.made_progress(a) for a in attempts] == [False, False, True, True]
