@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stoker.launcher import cli, resume
+from stoker.launcher.errors import UserError
+from stoker.launcher.process import ProcessId, start_ticks
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.effective import effective_config, effective_script
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
-from stoker.launcher.run.submissions import new_submission, submissions
+from stoker.launcher.run.submissions import new_submission, next_number, submissions
 
 SCONTROL = (
     'if [ "$2" = partition ]; then echo "PartitionName=main Default=YES DefaultTime=NONE MaxNodes=UNLIMITED '
@@ -119,6 +123,29 @@ def test_resume_finds_the_job_of_a_lost_answer(run: RunDir, fake_slurm: Any, cap
     assert cli.main(["resume", str(run.path)]) == 1
     assert "job 9 still works on it" in capsys.readouterr().err
     assert submissions(run)[1].job_id == "9"
+
+
+def test_of_two_who_looked_at_the_same_state_only_one_submits(run: RunDir, fake_slurm: Any) -> None:
+    number = next_number(run)
+    resume.resume(run, [], number=number)
+    fake_slurm.program("squeue", "true")  # that job has ended, too
+    with pytest.raises(UserError, match="somebody else has just submitted it"):
+        resume.resume(run, [], number=number)
+    assert len(fake_slurm.calls("sbatch")) == 1
+
+
+def test_resume_waits_for_nobody_who_is_still_at_it(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    """A submission may take minutes while the controller is away, and has no job until then."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        ticks = start_ticks(other.pid)
+        assert ticks is not None
+        at_it = ProcessId(os.uname().nodename, other.pid, ticks).record()
+        new_submission(run, "sbatch", token="tok2", process=at_it)
+        assert cli.main(["resume", str(run.path)]) == 1
+        assert "somebody is just submitting it (submission 2)" in capsys.readouterr().err
+        other.kill()
+    assert cli.main(["resume", str(run.path)]) == 0  # it died before it was through
+    assert len(fake_slurm.calls("sbatch")) == 1
 
 
 def test_finished_run_needs_more_steps(run: RunDir, fake_slurm: Any, capsys: Any) -> None:

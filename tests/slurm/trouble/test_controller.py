@@ -51,9 +51,9 @@ def assert_exactly_once(lab: Any, same: Callable[..., None], run: Trial, name: s
     ("kill", "away"), [(True, AWAY), pytest.param(False, 70.0, marks=pytest.mark.full, id="a-minute")]
 )
 def test_a_controller_that_is_away_costs_nothing(lab: Any, same: Callable[..., None], kill: bool, away: float) -> None:
-    pauses = {"running": 1500, "warned": 1500, "finishing": 400}
+    pauses = {"running": 1000, "warned": 1000, "finishing": 300}  # milliseconds: a run lasts 40 s, or 12 s
     with ThreadPoolExecutor(3) as pool:
-        runs = list(pool.map(lambda name: lab.launch(name, failpoints=f"step:pause-{pauses[name]}"), pauses))
+        runs = list(pool.map(lambda name: lab.launch(name, failpoints=f"step@attempt=1:pause-{pauses[name]}"), pauses))
     running, warned, finishing = runs
     for run in runs:
         run.wait_step(2)

@@ -71,7 +71,7 @@ def test_without_scontrol_what_can_be_done_is_done_and_the_rest_is_told_at_once(
             "power": f"cluster.exclude='{nodes[0]},{nodes[1]}'",
         }
         with ThreadPoolExecutor(2) as pool:
-            pause = "step:pause-300"
+            pause = "step@attempt=1:pause-300"
             warned, power = pool.map(lambda name: lab.launch(name, apart[name], failpoints=pause), apart)
         warned.wait_step(5)
         (event,) = warned.events("no_scontrol")
@@ -113,7 +113,11 @@ def test_clocks_that_are_off_move_no_deadline(lab: Any, same: Callable[..., None
     where = f"cluster.nodelist='{ahead},{behind}'"
     # Two minutes: by the batch host's own clock 30 s would be left at the start, half of the warning's lead.
     run = lab.launch(
-        "skewed", where, f"cluster.env={{LD_PRELOAD: '{library}'}}", "cluster.time=2", failpoints="step:pause-300"
+        "skewed",
+        where,
+        f"cluster.env={{LD_PRELOAD: '{library}'}}",
+        "cluster.time=2",
+        failpoints="step@attempt=1:pause-300",
     )
     run.wait_step(5)
     lab.cluster.run(["scancel", "--batch", "--signal=USR1", run.job_id])

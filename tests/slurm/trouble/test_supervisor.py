@@ -27,7 +27,7 @@ def processes(lab: Any, run: Trial, part: str) -> list[int]:
 
 
 def test_a_supervisor_frozen_for_longer_than_the_lease_doubles_nothing(lab: Any, same: Callable[..., None]) -> None:
-    run = lab.launch("frozen", failpoints="step:pause-300")
+    run = lab.launch("frozen", failpoints="step@attempt=1:pause-300")
     run.wait_step(5)
     (supervisor,) = processes(lab, run, "stoker.launcher.supervise")
     os.kill(supervisor, signal.SIGSTOP)
@@ -60,7 +60,7 @@ def test_a_slow_controller_keeps_nobody_from_the_agents(lab: Any, same: Callable
         assert lab.cluster.enter(node, ["mount", "--bind", real, str(aside)]).returncode == 0
         assert lab.cluster.enter(node, ["mount", "--bind", str(slow), real]).returncode == 0
     try:
-        run = lab.launch("slow", failpoints="step:pause-300")
+        run = lab.launch("slow", failpoints="step@attempt=1:pause-300")
         run.wait_step(5)
         lab.cluster.run(["scancel", "--batch", "--signal=USR1", run.job_id])
         assert run.wait_end().cause is Cause.FINISHED, run.story()

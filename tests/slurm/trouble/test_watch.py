@@ -35,7 +35,7 @@ def supervisor_of(lab: Any, run: Trial) -> int:
 def test_headless_and_lost_runs_go_on_once_and_a_held_one_is_told(lab: Any, same: Callable[..., None]) -> None:
     def launch(name: str) -> Trial:
         more = ["cluster.sbatch.hold=''"] if name == "held" else []
-        return lab.launch(name, *more, failpoints="step:pause-300")
+        return lab.launch(name, *more, failpoints="step@attempt=1:pause-300")
 
     with ThreadPoolExecutor(3) as pool:
         headless, lost, held = pool.map(launch, ("headless", "lost", "held"))
