@@ -23,6 +23,7 @@ VERBS = {
     "logs": ("logs", "show or follow a run's log over all its attempts"),
     "cancel": ("cancel", "stop a run for good; nothing of it starts again"),
     "watch": ("watch_runs", "say which runs have a problem, and mend what can be mended; for cron"),
+    "shell": ("shell", "a shell on a node of a running run, as its workers see it"),
     "stacks": ("stacks", "show where every rank of a running run stands: Python and kernel"),
     "resume": ("resume", "submit an ended run once more"),
     "track": ("track", "send a run's metrics to Weights & Biases, live or later"),

@@ -16,7 +16,7 @@ from ..conf.mounts import Mount, parse_mount
 
 # A runtime's own process would die of a signal to all processes of the task, and take the agent with it, before the
 # agent has told. Ignored signals stay so over exec; the agent installs its handlers all the same.
-_DEAF = ("sh", "-c", 'trap "" HUP INT TERM USR1 USR2; exec "$@"', "sh")
+DEAF = ("sh", "-c", 'trap "" HUP INT TERM USR1 USR2; exec "$@"', "sh")
 # What belongs to the host's interpreter or libraries and would mislead those inside.
 _HOST_ONLY = (
     "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "PYTHONPYCACHEPREFIX", "PYTHONEXECUTABLE",
@@ -53,7 +53,7 @@ def entry(config: Mapping[str, Any], run_dir: str, python: str, local: str, appt
         words = _apptainer(container, mounts, apptainer, has_gpus=config["cluster"]["gpus_per_node"] > 0)
     else:
         words = _command(container, mounts)
-    return Entry((), (*_DEAF, *words), container["python"])
+    return Entry((), (*DEAF, *words), container["python"])
 
 
 def derived_mounts(config: Mapping[str, Any], run_dir: str, local: str) -> list[Mount]:

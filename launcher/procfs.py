@@ -80,6 +80,11 @@ def threads(pid: int, proc: Path = PROC) -> list[int]:
         return []
 
 
+def children(pid: int, proc: Path = PROC) -> list[int]:
+    """Processes whose parent this is."""
+    return [p for p in pids(proc) if status(p, proc).get("PPid") == str(pid)]
+
+
 def own_pid(pid: int, proc: Path = PROC) -> int | None:
     """The process's number in its own PID namespace (a container's)."""
     fields = status(pid, proc)

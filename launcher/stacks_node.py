@@ -13,7 +13,10 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import zlib
@@ -30,6 +33,7 @@ from .run.stacks import SIGNAL, Offer, node_name, run_key
 LIMIT = 3.0  # seconds that all processes of a node together may take
 _LOOK_EVERY = 0.01
 _MOST = 1 << 20  # bytes of stacks of one process
+_HEARTBEAT = re.compile(r"/memfd:stoker-g(\d+)-r(\d+) \(deleted\)")
 _MARK = "stoker-stacks"  # of lines of ours, among what a site's shells print
 _CHUNK = 600  # characters per line: srun mixes longer ones of several nodes
 
@@ -66,8 +70,8 @@ class Target:
 
     offer: Offer
     pid: int
-    fd: int
-    segment: int | None = None  # the descriptor of its heartbeat
+    fd: int | None  # None: a program of the user's own, which has made no offer
+    segment: tuple[int, int] | None = None  # its heartbeat: a process that has it open, and the descriptor there
 
 
 def targets(run: RunDir, attempt: int, node: str | None, only: Iterable[int] | None = None) -> list[Target]:
@@ -81,9 +85,24 @@ def targets(run: RunDir, attempt: int, node: str | None, only: Iterable[int] | N
             if offer is None or (offer.run, offer.attempt) != (key, attempt) or node not in (None, offer.node):
                 continue
             if procfs.own_pid(pid) == offer.pid:
-                segment = descriptors.get(f"/memfd:stoker-{offer.role} (deleted)") if offer.rank is not None else None
-                found.append(Target(offer, pid, fd, segment))
+                heartbeat = descriptors.get(f"/memfd:stoker-{offer.role} (deleted)") if offer.rank is not None else None
+                found.append(Target(offer, pid, fd, None if heartbeat is None else (pid, heartbeat)))
+                if offer.role == "zygote":
+                    found += _of_own_script(offer, pid, descriptors)
     return sorted(found, key=lambda t: (t.offer.rank is None, t.offer.rank or 0, t.offer.role))
+
+
+def _of_own_script(parent: Offer, pid: int, descriptors: dict[str, int]) -> list[Target]:
+    """Processes of a script of the user's own (task.cmd): children of who starts it, which has their heartbeats."""
+    beats = {m[2]: (m[1], fd) for link, fd in descriptors.items() if (m := _HEARTBEAT.fullmatch(link))}
+    found = []
+    for child in procfs.children(pid) if beats else []:
+        rank = procfs.environment(child).get("RANK", "")
+        if rank in beats:
+            generation, fd = beats[rank]
+            offer = Offer(parent.run, parent.attempt, parent.node, f"g{generation}-r{rank}", child)
+            found.append(Target(offer, child, None, (pid, fd)))
+    return found
 
 
 @dataclass
@@ -131,7 +150,7 @@ def _ask(target: Target, deadline: float) -> Iterator[_Asked | None]:
     """Send the signal to a process that can take it. None: it cannot, or cannot be reached."""
     now = procfs.standing(target.pid)
     # A stopped process would keep the signal and answer when nobody listens any more.
-    is_able = now is not None and now.letter not in "TtZX"
+    is_able = target.fd is not None and now is not None and now.letter not in "TtZX"
     if not is_able or not procfs.has_signal(procfs.status(target.pid).get("SigCgt"), SIGNAL):
         yield None
         return
@@ -174,8 +193,28 @@ def _answer(target: Target, asked: _Asked | None, limit: float) -> Answer:
     if now is None:
         return Answer(offer.node, offer.role, offer.rank, target.pid, "gone", beat=beat)
     text = asked.written() if asked is not None else ""
-    words = now.words if now.letter in "DTtZ" else f"{now.words}, but it gave no answer within {limit:g} s"
+    if now.letter in "DTtZ":
+        words = now.words
+    elif target.fd is None:
+        text = _by_py_spy(target.pid, limit)
+        words = "" if text else f"{now.words}; a program of your own: its Python stacks need py-spy on the node"
+    else:
+        words = f"{now.words}, but it gave no answer within {limit:g} s"
     return Answer(offer.node, offer.role, offer.rank, target.pid, words, text, now.wchan, now.kernel, beat)
+
+
+def _by_py_spy(pid: int, limit: float) -> str:
+    """Of a program that has made no offer, where py-spy is installed and may look; else empty."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=limit, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def read_beat(target: Target) -> Beat | None:
@@ -183,7 +222,7 @@ def read_beat(target: Target) -> Beat | None:
     if target.segment is None:
         return None
     try:
-        segment = Segment(os.open(f"/proc/{target.pid}/fd/{target.segment}", os.O_RDWR))
+        segment = Segment(os.open(f"/proc/{target.segment[0]}/fd/{target.segment[1]}", os.O_RDWR))
     except (OSError, ValueError):
         return None
     try:

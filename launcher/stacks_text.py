@@ -119,7 +119,8 @@ def _block(group: Sequence[Answer]) -> str:
     lines = [who + (f", pid {first.pid}" if len(group) == 1 else "")]
     lines += [f"  {line}" for line in _beats(group)]
     if first.state:
-        lines.append(f"  {first.state}{f' in {first.wchan}' if first.wchan else ''}")
+        state, mark, rest = first.state.partition(";")
+        lines.append(f"  {state}{f' in {first.wchan}' if first.wchan else ''}{mark}{rest}")
     if first.kernel:
         lines += ["  kernel, most recent call first:", *(f"    {line}" for line in first.kernel)]
     return "\n".join(lines + _threads(first.text))

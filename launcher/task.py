@@ -21,6 +21,7 @@ from typing import Any
 from ..conf.checks_task import stop_signal
 from .run.heartbeat import Segment
 from .run.layout import RunDir
+from .run.stacks import offer
 from .run.wire import Channel, Closed
 from .task_output import Writer
 from .task_place import Place, variables, words
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
     # Whoever a script leaves behind becomes our child, and is found and killed.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     place = Place.make(RunDir(Path(argv[0])))
+    if "STOKER_ATTEMPT" in os.environ:
+        offer(RunDir(Path(argv[0])), int(os.environ["STOKER_ATTEMPT"]), "zygote")
     try:
         channel.send({"kind": "ready", "seconds": round(time.monotonic() - began, 3)})
         Task(channel, wake, place).serve()

@@ -123,7 +123,7 @@ def test_the_heartbeat_is_read_from_the_process_itself(tmp_path: Path) -> None:
         segment.beat(Heartbeat(1, Phase.EVAL, 2, 7, 41, time.monotonic() - 5, 0.1))
         from stoker.launcher.stacks_node import Target, read_beat
 
-        target = Target(Offer("run", 1, "n1", "g1-r3", os.getpid()), os.getpid(), 0, segment.fd)
+        target = Target(Offer("run", 1, "n1", "g1-r3", os.getpid()), os.getpid(), 0, (os.getpid(), segment.fd))
         beat = read_beat(target)
         assert beat is not None
         assert (beat.phase, beat.step, beat.micro, beat.sequence) == ("eval", 7, 2, 41)

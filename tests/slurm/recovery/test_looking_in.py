@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -24,6 +25,21 @@ def test_a_hung_run_is_looked_into_while_it_goes_on(lab: Any) -> None:
     assert "  phase step, 12 steps done, micro-batch 0, " in hung
     assert "    stoker/launcher/run/failpoints.py:" in hung
     assert text.endswith(f"rank 1 ({second}) behind the others: fewest steps, then collectives\n")
+
+    # A shell on the node that was named, with the environment of the workers there; the exit code is the command's.
+    command = 'echo "$SLURMD_NODENAME $PWD ${PYTHONPATH%%:*} $OMP_NUM_THREADS $STOKER_TOKEN."; exit 7'
+    done = lab.cluster.run(
+        [sys.executable, "-m", "stoker.launcher.cli", "shell", path, second, "--", "bash", "-c", command],
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 7, done.stderr
+    seen_node, directory, code, threads, token = done.stdout.split(" ")
+    assert (seen_node, directory, threads, token) == (second, path, "1", ".\n")
+    assert code.endswith("/code")
+    refused = lab.cluster.run([sys.executable, "-m", "stoker.launcher.cli", "shell", path, "n9"], check=False)
+    assert refused.returncode == 2
+    assert f"n9: not a node of attempt 1; there are {first}, {second}" in refused.stderr
 
     worker = worker_on(lab, first)
     os.kill(worker, signal.SIGSTOP)
