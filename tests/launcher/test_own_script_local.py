@@ -72,7 +72,7 @@ def test_crashed_asked_to_stop_and_finished(start: Callable[..., Trial], tmp_pat
     assert {p.name for p in run.dir.checkpoints.iterdir()} == {"state-0", "state-1"}
     (metrics,) = [json.loads(line) for line in run.dir.attempt(1).metrics(2).read_text().splitlines()]
     assert metrics["step"] == 5
-    assert not list(tmp_path.glob("stoker-*/own-*"))
+    wait_for(lambda: not list(tmp_path.glob("stoker-*/own-*")), lambda: "the nodes' copies to be gone")
 
 
 def test_a_command_that_is_not_there_fails_at_once_and_says_so(start: Callable[..., Trial]) -> None:
