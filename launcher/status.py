@@ -112,6 +112,8 @@ def one_screen(s: Summary, attempts: list[AttemptSummary], now: float) -> str:
     lines = [f"run         {s.name}", f"directory   {s.run.path}", f"state       {state}"]
     if s.job_id:
         lines.append(f"job         {s.job_id}")
+    if s.warning and not s.state.is_over:
+        lines.append(f"warning     {s.warning}")
     if s.progress is not None:
         figures = [f"step {_step(s)}"]
         figures += [] if s.is_own_script and s.loss is None else [f"loss {_loss(s.loss)}"]

@@ -5,6 +5,7 @@ Owns: reading. Only ends of files are read, so that a long run costs no more tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Summary:
     tokens_per_second: float | None
     checkpoint: int | None  # step of the newest
     progress: float | None  # Unix seconds of the last step
+    warning: str = ""  # what its newest attempt said at its start that it will not be able to do
     is_own_script: bool = False  # task.cmd: only the script knows how many steps there will be, and its checkpoints
 
 
@@ -70,8 +72,18 @@ def summarize(run: RunDir, queue: Queue | None) -> Summary:
         tokens_per_second=_number(last, "tokens_per_second", float),
         checkpoint=checkpoints[0].step if checkpoints else None,
         progress=_progress(attempts, _number(last, "time", float)),
+        warning=_warning(attempts),
         is_own_script=is_own,
     )
+
+
+def _warning(attempts: list[AttemptDir]) -> str:
+    for attempt in attempts[-1:]:
+        with contextlib.suppress(OSError), open(attempt.events("supervisor"), "rb") as f:
+            for record in _objects(f.read(_END)):
+                if record.get("event") == "no_scontrol":
+                    return f"no scontrol on its first node: {record.get('consequence', '')}"
+    return ""
 
 
 def _progress(attempts: list[AttemptDir], said: float | None) -> float | None:

@@ -51,6 +51,7 @@ class Facts:
     mode: str | None = "sbatch"  # of the newest submission: sbatch, adopted, chain, local, salloc
     is_cancelled: bool = False
     queue_known: bool = True
+    has_job: bool = True  # whether the newest submission's job id is known
     job: QueuedJob | None = None  # of the submission that works on the run, or will next
     continuation: str = "requeue"
     has_successor: bool | None = None  # chain: whether the next job waits; None: nobody can tell
@@ -131,6 +132,9 @@ def lost(f: Facts, limits: Limits) -> Finding | None:
         return _resumable(f, "its job did nothing and was ended; it was not started again")
     if f.state.state is State.INTERRUPTED:
         return _resumable(f, f.state.detail)
+    if f.state.state is State.UNKNOWN and not f.has_job and f.waiting > limits.unavailable:
+        # Somebody may have thought better of it: a person decides.
+        return Finding("lost", "whoever submitted it did not come to a job; `stoker resume` submits it")
     if f.state.state is not State.FAILED or f.attempts == 0:
         return None
     if f.outcome is None:

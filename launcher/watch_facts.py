@@ -87,6 +87,7 @@ def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
         mode=str(newest.intention.get("mode")) if newest else None,
         is_cancelled=any(s.is_cancelled for s in found[-1:]),
         queue_known=queue is not None,
+        has_job=newest is not None and newest.job_id is not None,
         job=job,
         continuation=str(plain["resilience"]["continuation"]),
         has_successor=_has_successor(found, queue),

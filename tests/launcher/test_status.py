@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from stoker.launcher import cli, slurm
 from stoker.launcher.run.attempts import claim
+from stoker.launcher.run.events import EventLog
 from stoker.launcher.run.layout import AttemptDir, CheckpointName, RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
 from stoker.launcher.run.submissions import new_submission
@@ -67,6 +68,14 @@ def test_a_squeue_that_hangs_is_not_waited_for(
     said = capsys.readouterr()
     assert "Slurm does not answer; what follows is from the files alone" in said.err
     assert "step 8/10" in said.out
+
+
+def test_what_a_node_lacks_is_told_while_the_run_runs(running: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    events = running.all_attempts()[-1].events("supervisor")
+    EventLog(events, "supervisor", 2).write("no_scontrol", consequence="this job cannot be requeued from inside")
+    fake_slurm.program("squeue", queue("RUNNING"))
+    assert cli.main(["status", str(running.path)]) == 0
+    assert "warning     no scontrol on its first node: this job cannot be requeued" in capsys.readouterr().out
 
 
 def test_progress_said_by_a_clock_that_is_ahead_is_taken_from_the_file(

@@ -80,6 +80,12 @@ CASES: dict[str, tuple[dict[str, Any], str, Fix | None, str]] = {
         Fix.RESUME,
         "did nothing and was ended",
     ),
+    "submitting broke off": (
+        {"state": RunState(State.UNKNOWN), "job": None, "has_job": False, "waiting": 4000.0},
+        "lost",
+        None,
+        "did not come to a job",
+    ),
     "headless": (
         {"silent": 301.0, "node_states": "n1 down*"},
         "headless",
@@ -161,6 +167,7 @@ QUIET: dict[str, dict[str, Any]] = {
         "state": RunState(State.PENDING),
         "job": job("PENDING", "QOSMaxJobsPerUserLimit"),
     },
+    "is being submitted": {"state": RunState(State.UNKNOWN), "job": None, "has_job": False, "waiting": 60.0},
     "is being set up": {"silent": None, "starting": 600.0, "stalled": None},
     "one bad start": {"fruitless": 1},
     "chain with a next job": {"continuation": "chain", "has_successor": True},
