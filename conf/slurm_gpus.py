@@ -24,12 +24,12 @@ class Gpus:
 
 
 def asked(option: str) -> tuple[Gpus, ...]:
-    """The value of --gpus-per-node and its like: `8`, `h100:8`, `a100:4,h100:4`; a type alone is one.
+    """The value of --gpus-per-node and its like: `8`, `h100:8`, `a100:4,h100:4`; a type alone is one GPU of it.
 
     Raises:
         ValueError: it is none.
     """
-    return tuple(_gpus(item.removeprefix("gpu:"), option) for item in option.split(","))
+    return tuple(_gpus(item, option) for item in option.split(","))
 
 
 def listed(resources: str) -> tuple[Gpus, ...]:

@@ -13,7 +13,7 @@ ASKED = {
     "0": [Gpus(0)],
     "1K": [Gpus(1024)],
     "h100:8": [Gpus(8, "h100")],
-    "gpu:8": [Gpus(8)],
+    "gpu:8": [Gpus(8, "gpu")],  # so Slurm reads it: there is no name before the type here
     "h100": [Gpus(1, "h100")],
     "a100:4,h100:4": [Gpus(4, "a100"), Gpus(4, "h100")],
     "nvidia_h100_80gb_hbm3:8": [Gpus(8, "nvidia_h100_80gb_hbm3")],

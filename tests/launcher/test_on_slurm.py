@@ -118,7 +118,7 @@ def seen(run: RunDir, attempt: int = 1) -> dict[str, Any]:
 def test_awkward_names_survive_submission(stoker: Any, overrides: list[str], tmp_path: Path) -> None:
     value = 'it\'s "q" $HOME `id` \u00e9 # x'
     env = f"cluster.env={{NOTE: '{value}', lower: '1 2'}}".replace("it's", "it\\'s")
-    done = stoker("launch", *overrides, env, "cluster.sbatch.comment='a | b # c'", env={"HF_TOKEN": "s3cret-v"})
+    done = stoker("launch", *overrides, env, "cluster.comment='a | b # c'", env={"HF_TOKEN": "s3cret-v"})
     assert done.returncode == 0, done.stderr
     run = the_run(tmp_path)
     found = seen(run)
