@@ -128,6 +128,7 @@ class Tracker:
                 session.abandon()
                 failures, best = (1, session.sent) if session.sent > best else (failures + 1, best)
                 if failures >= _FAILURES or self.signals.since_stop() is not None:
+                    self.notes.write("gave_up", mode=self.mode, sent=session.sent, error=str(e))
                     say(f"wandb failed: {e}. The run is not affected; `stoker track` sends the rest later")
                     return EXIT_FAILED
                 say(f"wandb failed: {e}; trying again")

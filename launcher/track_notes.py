@@ -21,7 +21,10 @@ class Notes:
     path: Path
 
     def write(self, event: str, **fields: Any) -> None:
-        """`event`: opened or closed. Fields: mode, sent (the last step sent), and what belongs to the event."""
+        """`event`: opened, closed, or gave_up (wandb failed too often).
+
+        Fields: mode, sent (the last step sent), and what belongs to the event.
+        """
         record = {"time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid(), "event": event}
         append_line(self.path, to_json(record | fields))
 
@@ -32,5 +35,5 @@ class Notes:
 
     def ended_elsewhere(self) -> bool:
         """Whether the last session did not close in order, on another host."""
-        lines = list(read_lines(self.path))
+        lines = [r for r in read_lines(self.path) if r.get("event") in ("opened", "closed")]
         return bool(lines) and lines[-1].get("event") == "opened" and lines[-1].get("host") != socket.gethostname()

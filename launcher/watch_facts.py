@@ -35,10 +35,10 @@ ALERTS = {
     "prune_failed": ("error",),
     "no_scontrol": ("consequence",),
     "requeue_refused": ("error",),
-    "chain_refused": ("error",),
+    "chain_broken": ("error",),
+    "amend_failed": ("error",),
     "bad_node": ("node", "reason"),
-    "node_avoided": ("node", "reason"),
-    "tracker_failed": ("error",),
+    "bad_nodes_allocated": ("nodes",),
     "supervisor_failed": ("error",),
 }
 
@@ -105,7 +105,7 @@ def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
         resumes=_resumes(found),
         releases=len(release_marks(newest)) if newest else 0,
         was_replaced=newest is not None and replaced_path(newest).exists(),
-        alerts=_alerts(last, now) if last else (),
+        alerts=(_alerts(last, now) if last else ()) + _tracker_alert(run, now),
         free=disk.f_bavail / disk.f_blocks if disk.f_blocks else None,
         free_bytes=disk.f_bavail * disk.f_frsize,
         checkpoint_bytes=_checkpoint_bytes(run),
@@ -217,6 +217,18 @@ def _alerts(attempt: AttemptDir, now: float) -> tuple[str, ...]:
             if name in ALERTS and changed - float(record.get("time", 0.0)) < RECENT:
                 said[name] = _words(record, ALERTS[name])
     return tuple(f"{name}: {text}" for name, text in said.items())
+
+
+def _tracker_alert(run: RunDir, now: float) -> tuple[str, ...]:
+    """Whether the tracker has given up on a run that goes on (track.py's notes)."""
+    path = run.report / "track.jsonl"
+    changed = _mtime(path)
+    if changed is None or now - changed > RECENT:
+        return ()
+    last = tail_records(path)[-1:]
+    return tuple(
+        f"tracker: {_words(r, ('error',))} (`stoker track` sends the rest)" for r in last if r.get("event") == "gave_up"
+    )
 
 
 def _words(record: dict[str, Any], fields: tuple[str, ...]) -> str:

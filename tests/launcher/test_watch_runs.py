@@ -18,6 +18,7 @@ from stoker.launcher.run.events import EventLog
 from stoker.launcher.run.layout import AttemptDir, RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
 from stoker.launcher.run.submissions import new_submission, submissions
+from stoker.launcher.track_notes import Notes
 from stoker.launcher.watch_checks import Limits
 from stoker.launcher.watch_facts import ask, gather, seconds_of
 from stoker.launcher.watch_runs import look_once
@@ -185,6 +186,18 @@ def test_events_of_the_last_hour_warn(run: RunDir, fake_slurm: Any, capsys: Any)
     fake_slurm.program("squeue", row("7", "RUNNING"))
     assert watch(run) == 1
     assert capsys.readouterr().out == "r: alert: checkpoint_failed: No space left on device\n"
+
+
+def test_a_tracker_that_gave_up_is_told(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    started(run)
+    run.report.mkdir()
+    notes = Notes(run.report / "track.jsonl")
+    fake_slurm.program("squeue", row("7", "RUNNING"))
+    notes.write("opened", mode="online", sent=0)
+    assert watch(run) == 0
+    notes.write("gave_up", mode="online", sent=7, error="502 Bad Gateway")
+    assert watch(run) == 1
+    assert capsys.readouterr().out == "r: alert: tracker: 502 Bad Gateway (`stoker track` sends the rest)\n"
 
 
 def test_a_damaged_run_hides_no_other_and_a_silent_slurm_is_told(run: RunDir, fake_slurm: Any, tmp_path: Path) -> None:
