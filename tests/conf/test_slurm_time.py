@@ -1,7 +1,8 @@
-"""Slurm's time limits, held against what sbatch and scontrol of 22.05 made of them."""
+"""Slurm's times, held against what sbatch and scontrol of 22.05 made of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stoker.conf.slurm_time import format_time, parse_time
+from stoker.conf.slurm_time import check_begin, format_time, parse_time
 
 # text -> minutes; `scontrol show job` of a job that was submitted with it
 TAKEN = {
@@ -73,6 +74,12 @@ def test_no_text_is_taken_for_less_than_a_minute(text: str) -> None:
     except ValueError:
         return
     assert seconds is None or seconds >= 60
+
+
+@given(st.text(st.sampled_from("nowtdaymrhus+0123456789:-/TAPM ")))
+def test_no_text_for_begin_does_worse_than_be_refused(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        check_begin(text)
 
 
 @pytest.mark.slurm

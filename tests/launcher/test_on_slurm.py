@@ -208,6 +208,23 @@ def test_pending_job_is_cancelled_for_good(stoker: Any, cluster: Cluster, overri
     assert os.listdir(run.job_logs) == []
 
 
+def test_a_run_waits_for_another_and_its_script_knows_nothing_of_it(
+    stoker: Any, cluster: Cluster, overrides: list[str], tmp_path: Path
+) -> None:
+    first = subprocess.run(
+        ["sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 100"],
+        env=cluster.env, cwd=tmp_path, capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    assert stoker("launch", *overrides, "--after", first).returncode == 0
+    run = the_run(tmp_path)
+    job = str(submissions(run)[0].job_id)
+    assert cluster.job(job).reason == "Dependency"
+    assert "dependency" not in run.script.read_text()
+    subprocess.run(["scancel", first], env=cluster.env, check=True)
+    assert seen(run)["cwd"] == str(run.path)
+    stoker("cancel", str(run.path))
+
+
 def test_requeued_run_is_shown_and_appends_to_its_log(
     stoker: Any, cluster: Cluster, overrides: list[str], tmp_path: Path
 ) -> None:

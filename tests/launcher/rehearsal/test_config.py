@@ -119,6 +119,13 @@ def test_gpus_are_device_files(gpus: int, file: str) -> None:
     assert f"Count={gpus} File={file} " in config.gres_conf(ClusterSpec(gpus=gpus), LAYOUT)
 
 
+def test_nodes_may_have_typed_gpus_features_and_disk() -> None:
+    spec = ClusterSpec(nodes=1, gpus=8, gpu_type="h100", node_options="Features=ib,rack1 TmpDisk=900000")
+    (node,) = (line for line in lines(spec) if line.startswith("NodeName"))
+    assert node.endswith(" Gres=gpu:h100:8 Features=ib,rack1 TmpDisk=900000 State=UNKNOWN")
+    assert "Name=gpu Type=h100 Count=8 File=/c/dev/gpu[0-7] Flags=nvidia_gpu_env" in config.gres_conf(spec, LAYOUT)
+
+
 def test_no_gpus_means_no_gres() -> None:
     assert config.gres_conf(ClusterSpec(gpus=0), LAYOUT) == "AutoDetect=off\n"
     assert "Gres" not in config.slurm_conf(ClusterSpec(gpus=0), site())

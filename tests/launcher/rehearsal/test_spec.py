@@ -18,6 +18,9 @@ from stoker.launcher.rehearsal.spec import ClusterSpec, Layout, node_range
         ({"preempt_mode": "SUSPEND"}, "preempt_mode = 'SUSPEND': expected 'REQUEUE' or 'CANCEL'"),
         ({"settings": ("no equals sign",)}, "is not one 'Key=Value' line"),
         ({"settings": ("A=1\nB=2",)}, "is not one 'Key=Value' line"),
+        ({"gpu_type": "h 100"}, "gpu_type = 'h 100': expected letters, digits and _"),
+        ({"node_options": "Features"}, "node_options: 'Features' is not words like Features=ib"),
+        ({"node_options": "A=1\nB=2"}, "is not words like Features=ib"),
         ({"share": ("here",)}, "'here' is not an absolute path"),
     ],
 )
