@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stoker.conf.schema import ClusterConfig, ClusterKind, Config, Continuation, ResilienceConfig
+from stoker.conf.schema import ClusterConfig, ClusterKind, Config, Continuation, GpuRequest, ResilienceConfig
 from stoker.launcher.render import option_line, render, script_of
 
 Golden = Callable[[str, str], None]
@@ -60,6 +60,21 @@ def test_least_golden(golden: Golden) -> None:
 def test_local_golden(golden: Golden) -> None:
     config = Config(cluster=ClusterConfig(kind=ClusterKind.local))
     golden("local.sbatch", script(config))
+
+
+GPUS = {
+    "gpus_per_node": ["--gpus-per-node=h100:8", "--gres=nvme:1"],
+    "gres": ["--gres=gpu:h100:8,nvme:1"],
+    "gpus_per_task": ["--ntasks=2", "--gpus-per-task=h100:8", "--gres=nvme:1"],
+}
+
+
+@pytest.mark.parametrize("request_", GPUS)
+def test_gpus_and_other_generic_resources(request_: str) -> None:
+    cluster = ClusterConfig(nodes=2, gpus_per_node=8, gpu_type="h100", gpu_request=GpuRequest(request_), gres="nvme:1")
+    lines = script(Config(cluster=cluster)).splitlines()
+    start = lines.index("#SBATCH --ntasks-per-node=1") + 1
+    assert lines[start : lines.index("#SBATCH --nodes=2")] == [f"#SBATCH {option}" for option in GPUS[request_]]
 
 
 @pytest.mark.parametrize(
