@@ -31,6 +31,18 @@ def parse_time(text: str) -> int | None:
     return (seconds + 59) // 60 * 60 or None
 
 
+def parse_elapsed(text: str) -> int:
+    """Seconds of a duration as Slurm shows it: `0:05`, `2:03:04`, `1-02:03:04`.
+
+    Raises:
+        ValueError: it is none, like INVALID.
+    """
+    seconds = _seconds(text) if ":" in text else None
+    if seconds is None:
+        raise ValueError(f"{text!r}: no duration; expected minutes:seconds, with hours and days before them")
+    return seconds
+
+
 def _seconds(text: str) -> int | None:
     with_days = _WITH_DAYS.fullmatch(text)
     if with_days:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..conf.slurm_time import parse_elapsed
 from . import slurm
 from .run.effective import effective_config
 from .run.files import now_at
@@ -27,7 +27,6 @@ from .watch_checks import SITE_S_DOING, Facts, Limits
 
 RECENT = 3600.0  # seconds for which an event is worth a line
 _LAST = 3  # submissions of a run that may have a job in the queue
-_ELAPSED = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 # Events that a person should hear of, and the fields that say what it was.
 ALERTS = {
     "checkpoint_failed": ("error", "reason"),
@@ -131,11 +130,10 @@ def release_marks(s: Submission) -> list[Path]:
 
 def seconds_of(elapsed: str) -> float | None:
     """squeue's time used: `1:05`, `2:03:04`, `1-02:03:04`; None for anything else."""
-    m = _ELAPSED.fullmatch(elapsed.strip())
-    if m is None:
+    try:
+        return float(parse_elapsed(elapsed.strip()))
+    except ValueError:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in m.groups())
-    return float(((24 * days + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _job(found: Sequence[Submission], queue: Queue | None) -> slurm.QueuedJob | None:

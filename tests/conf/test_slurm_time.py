@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stoker.conf.slurm_time import check_begin, format_time, parse_time
+from stoker.conf.slurm_time import check_begin, format_time, parse_elapsed, parse_time
 
 # text -> minutes; `scontrol show job` of a job that was submitted with it
 TAKEN = {
@@ -60,6 +60,18 @@ def test_anything_else_is_refused(text: str) -> None:
 @given(st.integers(1, 20_000 * 86_400))
 def test_a_written_time_is_read_back_rounded_up_to_minutes(seconds: int) -> None:
     assert parse_time(format_time(seconds)) == -(-seconds // 60) * 60
+
+
+@given(st.integers(60, 20_000 * 86_400))
+def test_a_duration_is_read_to_the_second(seconds: int) -> None:
+    assert parse_elapsed(format_time(seconds)) == seconds
+    assert parse_elapsed("0:05") == 5
+
+
+@pytest.mark.parametrize("text", ["", "INVALID", "5", "1-2", "1:2:3:4", "UNLIMITED"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no duration"):
+        parse_elapsed(text)
 
 
 def test_a_time_is_written_with_its_days() -> None:
