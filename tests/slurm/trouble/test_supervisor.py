@@ -48,6 +48,7 @@ def test_a_supervisor_frozen_for_longer_than_the_lease_doubles_nothing(lab: Any,
     lab.empty_queue()
 
 
+@pytest.mark.full
 def test_a_slow_controller_keeps_nobody_from_the_agents(lab: Any, same: Callable[..., None], tmp_path: Path) -> None:
     """Each answer of scontrol takes longer than the lease."""
     node = lab.cluster.nodes()[0]
