@@ -29,6 +29,7 @@ VERBS = {
     "track": ("track", "send a run's metrics to Weights & Biases, live or later"),
     "plot": ("plot", "draw a run's loss, with what interrupted it (needs matplotlib)"),
     "data": ("data", "prepare data: `stoker data tokenize`"),
+    "report": ("report", "a run as Markdown, or all for a bug report in one archive"),
     "cluster": ("rehearsal.cli", "a private Slurm cluster on this machine, to try things and break them"),
     "rehearse": ("rehearsal.rehearse", "break a small run in every way and report what it cost"),
     "demo": ("rehearsal.demo", "train on a private cluster, kill a node, watch the run finish"),

@@ -164,10 +164,11 @@ def _objects(text: bytes) -> list[dict[str, Any]]:
 
 def attempt_summaries(run: RunDir) -> list[AttemptSummary]:
     """Oldest first."""
-    return [_attempt(a) for a in run.all_attempts()]
+    return [attempt_summary(a) for a in run.all_attempts()]
 
 
-def _attempt(attempt: AttemptDir) -> AttemptSummary:
+def attempt_summary(attempt: AttemptDir) -> AttemptSummary:
+    """Raises OSError, ValueError."""
     try:
         start = read_json(attempt.start)
     except (FileNotFoundError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tarfile
 from typing import Any
 
 import pytest
@@ -40,6 +41,17 @@ def test_a_hung_run_is_looked_into_while_it_goes_on(lab: Any) -> None:
     refused = lab.cluster.run([sys.executable, "-m", "stoker.launcher.cli", "shell", path, "n9"], check=False)
     assert refused.returncode == 2
     assert f"n9: not a node of attempt 1; there are {first}, {second}" in refused.stderr
+
+    # All for a bug report, with the stacks and Slurm's word, while it runs.
+    lab.stoker("report", path, "--bundle", "look.tar.gz")
+    with tarfile.open(lab.root / "look.tar.gz") as tar:
+        stacks, job = (
+            tar.extractfile(f"look/{n}") for n in ("stacks.txt", f"slurm/{run.job_id}-scontrol-show-job.txt")
+        )
+        assert stacks is not None
+        assert job is not None
+        assert f"rank 1 ({second}) behind the others" in stacks.read().decode()
+        assert "JobState=RUNNING" in job.read().decode()
 
     worker = worker_on(lab, first)
     os.kill(worker, signal.SIGSTOP)
