@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .budgets import budget_problems
 from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
@@ -109,8 +110,8 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "seed train.eval_interval model.z_loss model.logit_softcap model.sliding_window data.validation_tokens"
     " data.prefetch optim.min_lr optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
-    " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts resilience.max_requeues"
-    " resilience.max_fruitless resilience.backoff resilience.max_backoff"
+    " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts"
+    " resilience.backoff resilience.max_backoff"
     " cluster.gpus_per_node"
 )
 _BELOW_ONE = "model.dropout optim.beta1 optim.beta2"
@@ -129,6 +130,7 @@ def _ranges(config: Config) -> Iterator[Problem]:
         value = _value(config, field)
         if not 0 <= value < 1:
             yield Problem(field, show(value), "expected at least 0 and less than 1")
+    yield from budget_problems(config.resilience.budgets)
     if config.seed >= 2**63:
         yield Problem("seed", str(config.seed), "expected less than 2^63")
 

@@ -164,8 +164,7 @@ class ResilienceConfig:
     lease: float = 15.0  # seconds without a word before agent and supervisor take each other for lost
     max_restarts: int = 3  # worker restarts in place without progress or a new checkpoint between them
     progress_steps: int = 10  # steps that count as progress between two crashes
-    max_requeues: int = 100  # requeues of one submission, all causes together
-    max_fruitless: int = 5  # attempts in a row that complete no step before the run stops
+    budgets: dict[str, int] = field(default_factory=dict)  # starts in a row without progress, per cause; -1: unlimited
     backoff: float = 30.0  # seconds before the next start after a failed one; doubles with each failure in a row
     max_backoff: float = 1800.0  # the longest of these pauses, seconds
     avoid_bad_nodes: bool = True  # exclude nodes that failed, for a while, in all runs below run_root

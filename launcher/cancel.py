@@ -19,8 +19,8 @@ from .process import ProcessId, loop_process
 from .run.files import read_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
-from .run.submissions import Submission, submissions
-from .state import attempts_of, cluster_of, jobs_of, look
+from .run.submissions import Submission, series, submissions
+from .state import attempts_of, cluster_of, jobs_of, look, queue_of
 from .submit import jobs_with
 
 WAIT = 120.0  # seconds: KillWait of usual sites, and what a last save takes
@@ -49,11 +49,11 @@ def cancel(run: RunDir, timeout: float = WAIT) -> int:
     live = live_jobs(found)
     processes = local_processes(found)
     if not live and not any(p.is_alive() is not False for p in processes):
-        state = look(run, jobs_of(found[-1:]))
+        state = look(run, queue_of([run]))
         if state.is_over:
             print(f"{run.path}: {state.state.value} already; nothing to cancel")
             return EXIT_FINISHED
-    for submission in {s.number: s for s in (*live, found[-1])}.values():
+    for submission in {s.number: s for s in (*live, *series(found))}.values():
         submission.cancel("stoker cancel")
     _stop_jobs(live)
     _stop_processes(processes)

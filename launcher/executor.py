@@ -16,11 +16,12 @@ from typing import Any
 from submitit.core import core, utils
 
 from . import slurm
+from .avoid import exclusion, findings
 from .process import ProcessId
 from .run.effective import effective_config, effective_script
 from .run.layout import RunDir, open_run
 from .run.outcome import Outcome
-from .run.submissions import Submission, new_submission, submissions
+from .run.submissions import Submission, new_submission, series, submissions
 from .run.views import last_outcome
 from .state import RunState, look, queue_of
 from .submit import Request
@@ -78,7 +79,8 @@ class StokerJob(core.Job[Outcome]):
 
     def cancel(self, check: bool = True) -> None:
         """Stop the run for good: the marker first, so that nothing of it rises again."""
-        submissions(self.run)[-1].cancel("StokerJob.cancel")
+        for submission in series(submissions(self.run)):
+            submission.cancel("StokerJob.cancel")
         super().cancel(check)
 
     def results(self) -> list[Outcome]:
@@ -141,6 +143,9 @@ class StokerExecutor(core.Executor):
         intention = submission.intention
         others = frozenset(s.job_id for s in submissions(run) if s.job_id and s != submission)
         options = tuple(map(str, intention.get("options", ())))
+        config = effective_config(run, submission.number)
+        exclude = exclusion(run, config) if findings(run, config) else ""
+        options += (f"--exclude={exclude}",) if exclude else ()
         request = Request(script, run.path, str(intention["token"]), own_comment, others, options)
         accepted = submit_script(request)
         submission.set_job(accepted.job_id, accepted.cluster)

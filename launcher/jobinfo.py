@@ -12,10 +12,11 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .policy_types import JobFate
+from .run.outcome import Cause
 
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=(\S*)")
 _NONE = {"", "None", "N/A", "Unknown", "(null)", "Invalid"}
@@ -33,6 +34,9 @@ class JobInfo:
 
     fields: dict[str, str]
     clock: float | None = None
+    # Of a job that Slurm starts again or lost a node of (heard.py):
+    why: Cause | None = None
+    down: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -94,8 +98,10 @@ def fate(info: JobInfo, restarts: int) -> JobFate:
         return JobFate.TIME_LIMIT
     if "NODE_FAIL" in states or ("COMPLETING" in states and reason == "NodeDown"):
         return JobFate.NODE_FAIL
+    if states & {"PREEMPTED", "COMPLETING"} and info.time("PreemptTime") is not None:
+        return JobFate.TAKEN
     if states & _ENDED:
-        # CANCELLED, and PREEMPTED as an end (PreemptMode=CANCEL): Slurm does not start it again, so nor do we.
+        # Slurm does not start it again, so nor do we.
         return JobFate.CANCELLED
     # Preempted, and in its grace. Slurm may show that under passing states (SIGNALING) instead of RUNNING.
     if info.time("PreemptTime") is not None:
@@ -103,9 +109,15 @@ def fate(info: JobInfo, restarts: int) -> JobFate:
     return JobFate.RUNNING if states & _LIVE else JobFate.UNKNOWN
 
 
+def slurm_name(environ: Mapping[str, str]) -> str:
+    """The own job as scontrol takes it: an array's tasks have ids of their own that mean the whole array to it."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
+
+
 def query(job_id: str, clock: float | None = None) -> JobInfo | None:
     """None if Slurm does not answer, or scontrol is not here."""
-    done = _run(["scontrol", "--oneliner", "show", "job", job_id])
+    done = command(["scontrol", "--oneliner", "show", "job", job_id])
     return parse(done.stdout, clock) if done is not None and done.returncode == 0 else None
 
 
@@ -116,7 +128,7 @@ def controller_clock() -> float | None:
     `scontrol show config` begins with the time at which the controller answered (22.05 to 25.05).
     """
     asked = time.monotonic()
-    done = _run(["scontrol", "show", "config"])
+    done = command(["scontrol", "show", "config"])
     found = _AS_OF.match(done.stdout) if done is not None and done.returncode == 0 else None
     now = _unix(found[1]) if found else None
     return None if now is None else now + 1.0 - asked
@@ -147,7 +159,7 @@ def requeue(
         return "scontrol is not installed on this node"
     began, pause = time.monotonic(), 1.0
     while True:
-        done = _run(["scontrol", "requeue", job_id])
+        done = command(["scontrol", "requeue", job_id])
         if done is not None and done.returncode == 0:
             return None
         # An answer may be lost though the request was heard.
@@ -157,6 +169,8 @@ def requeue(
             return None
         if now is JobFate.CANCELLED:
             return CANCELLED
+        if now is JobFate.TAKEN:
+            return TAKEN
         error = "no answer" if done is None else done.stderr.strip() or f"exit code {done.returncode}"
         if any(word in error for word in _FINAL):
             return error
@@ -167,23 +181,28 @@ def requeue(
 
 
 CANCELLED = "the job was cancelled"
+TAKEN = "Slurm ends preempted jobs here (PreemptMode=CANCEL)"
 # Words of a refusal that asking again does not change; the rest is a controller that is busy or away.
 _FINAL = ("Invalid", "disabled", "denied", "not permitted", "cannot be requeued")
 
 
 # Slurm answers a requeue with SIGTERM to all processes of the job, and its own command is one of them.
-_SHIELDED = ("sh", "-c", "trap '' TERM INT HUP; exec \"$@\"", "sh")
+SHIELDED = ("sh", "-c", "trap '' TERM INT HUP; exec \"$@\"", "sh")
 
 
-def _run(argv: list[str]) -> subprocess.CompletedProcess[str] | None:
+def command(
+    argv: Sequence[str], timeout: float = TIMEOUT, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a Slurm command inside the job; None if it is not here, or does not end in time."""
     try:
         return subprocess.run(
-            [*_SHIELDED, *argv],
-            env=os.environ | {"SLURM_TIME_FORMAT": "standard", "TZ": "UTC0"},
+            [*SHIELDED, *argv],
+            env={**(os.environ if env is None else env), "SLURM_TIME_FORMAT": "standard", "TZ": "UTC0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT,
+            errors="replace",
+            timeout=timeout,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):

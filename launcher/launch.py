@@ -10,12 +10,15 @@ import argparse
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .avoid import findings
 from .errors import UserError
 from .local import local_log, start_detached
 from .options import parse, parser, request
+from .run.effective import effective_config
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
 from .run.submissions import Submission, new_submission
@@ -122,6 +125,9 @@ def submit_frozen(run: RunDir, submission: Submission) -> None:
             raise
         hint = f"{run.path} is kept: if no job of yours shows up in `squeue --me`, `stoker resume` submits it again"
         raise SubmissionError(f"{e}\n{hint}", may_be_queued=True) from e
+    for finding in findings(run, effective_config(run)).values():
+        until = time.strftime("%m-%d %H:%M", time.localtime(finding.until))
+        print(f"bad node:      {finding.node} until {until}: {finding.reason}")
     print(f"job:           {job.job_id}")
 
 

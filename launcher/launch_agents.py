@@ -16,11 +16,15 @@ from .container import Entry, entry, environment_inside
 from .protocol import ADDRESSES, ATTEMPT, INSIDE, LEASE, NODE, TOKEN
 from .run.bootstrap import LOCAL_DIR, local_parents
 from .run.layout import AttemptDir, RunDir
+from .srun_words import SrunWords
 
 
 class Launch(Protocol):
     def poll(self) -> int | None:
         """Exit code once all agents are gone, else None."""
+
+    def failures(self) -> list[tuple[str, str]]:
+        """(node, reason) of agents that are said to have failed, since the last call."""
 
     def end(self) -> None:
         """Wait a moment for the agents to quit, then kill."""
@@ -77,7 +81,7 @@ def launch_agents(
         env = environment_inside(env, config["cluster"]["env"], (sys.prefix,)) | {LOCAL_DIR: local, INSIDE: runtime}
     if job_id is not None:
         command = srun_command(run, config, inside)
-        return _Processes([subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)])
+        return _Processes([subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)])
     command = agent_command(run, config, inside)
     if runtime == "none":
         command = [sys.executable, "-m", "stoker.launcher.agent", str(run.path)]  # the frozen code is on our path
@@ -93,10 +97,18 @@ def launch_agents(
 class _Processes:
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self._processes = processes
+        self._words = [SrunWords(p.stderr) for p in processes if p.stderr is not None]
 
     def poll(self) -> int | None:
         codes = [p.poll() for p in self._processes]
-        return None if any(c is None for c in codes) else max(codes, key=lambda c: abs(c or 0))
+        if any(c is None for c in codes):
+            return None
+        for words in self._words:
+            words.join()
+        return max(codes, key=lambda c: abs(c or 0))
+
+    def failures(self) -> list[tuple[str, str]]:
+        return [failure for words in self._words for failure in words.take()]
 
     def end(self) -> None:
         for process in self._processes:

@@ -22,6 +22,7 @@ from .run.files import create_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_CANCELLED, EXIT_REQUEUE
 from .run.submissions import Submission
+from .run.views import last_outcome
 
 _PAUSE = 1.0  # seconds between two attempts
 _START_LIMIT = 60.0  # seconds a detached loop may take to report
@@ -57,10 +58,18 @@ class Loop:
                     return EXIT_CANCELLED if code == EXIT_REQUEUE else code
                 if code != EXIT_REQUEUE:
                     return code
-                time.sleep(_PAUSE)
+                self._pause()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _pause(self) -> None:
+        """Until the next attempt, as long as the last one says (back-off), or until a signal means the end."""
+        last = last_outcome(self.submission.run)
+        delay = last[1].delay if last is not None and last[1] is not None else 0.0
+        until = time.monotonic() + max(delay, _PAUSE)
+        while time.monotonic() < until and self._ended_by is None and not self.submission.is_cancelled:
+            time.sleep(min(_PAUSE, max(0.0, until - time.monotonic())))
 
     def _attempt(self) -> int:
         if self._ended_by is not None or self.submission.is_cancelled:

@@ -1,34 +1,33 @@
 """What the supervisor decides: one pure function, (state, event) -> (state, actions).
 
-Owns: dispatch, start-up, news of ranks, and time. When workers stop is policy_stop.py's, what follows when something
-breaks policy_trouble.py's; what both build on is policy_basics.py's. How it is done is not decided here
-(supervise.py). Tested as a table and by simulation.
+Owns: dispatch, news of ranks, and time. The start is policy_start.py's, when workers stop policy_stop.py's, what
+follows when something breaks policy_trouble.py's; what they build on is policy_basics.py's. How it is done is not
+decided here (supervise.py). Tested as a table and by simulation.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .fabric_order import natural, rank_key
-from .policy_basics import Decision, all_ended, cleared, end, form, outcome_of, requeue_or_fail
+from .policy_basics import Decision, all_ended, cleared, end, outcome_of, requeue_or_fail
+from .policy_start import failed_at_start, form_if_complete, joined, waiting
 from .policy_stop import answered, asked_again, overdue, slurm_said, terminated, warned
-from .policy_trouble import act_on_trouble, agent_lost, launch_ended, look_for_hangs, suspect
+from .policy_trouble import act_on_trouble, agent_lost, blamed_for_silence, launch_ended, look_for_hangs, suspect
 from .policy_types import (
+    AgentFailed,
     AgentJoined,
     AgentLost,
     AgentReady,
-    AgentView,
+    Blame,
     Event,
     LaunchEnded,
     NodeStatus,
-    Note,
     ProposalAnswer,
     RankExited,
     RankReport,
     RankView,
     SlurmSaid,
     Stage,
-    StartStore,
     State,
     StoreUp,
     Superseded,
@@ -40,7 +39,6 @@ from .policy_types import (
 from .run.heartbeat import Phase
 from .run.outcome import EXIT_FAILED, Cause, Next
 
-SLOW_START = 30.0  # seconds after which a start says what it waits for
 CLEAR_TIMEOUT = 60.0  # seconds that killed workers may take to be gone
 CULPRIT_GRACE = 3.0  # seconds in which the true culprit of a lost peer usually shows itself
 
@@ -54,14 +52,16 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case Tick():
             return _tick(state)
         case AgentJoined():
-            return _joined(state, event)
+            return joined(state, event)
         case AgentReady():
             view = replace(state.agents[event.node], is_ready=True)
-            return _form_if_complete(replace(state, agents={**state.agents, event.node: view}))
+            return form_if_complete(replace(state, agents={**state.agents, event.node: view}))
         case StoreUp():
-            return _form_if_complete(replace(state, store=(event.host, event.port)))
+            return form_if_complete(replace(state, store=(event.host, event.port)))
         case AgentLost():
             return agent_lost(state, event)
+        case AgentFailed():
+            return failed_at_start(state, event)
         case NodeStatus():
             return _status(state, event)
         case RankReport():
@@ -81,38 +81,6 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case Superseded():
             reason = "a later attempt of this run exists"
             return end(state, outcome_of(state, Cause.SUPERSEDED, Next.NOTHING, EXIT_FAILED, reason))
-
-
-def _joined(state: State, e: AgentJoined) -> Decision:
-    place = e.place if state.settings.by_topology else ()
-    state = replace(state, agents={**state.agents, e.node: AgentView(e.address, place)})
-    if len(state.agents) < state.settings.nodes or state.store_node is not None:
-        return state, ()
-    # The others must reach the store: a node that came over loopback (Debian maps a host's own name so) may not be told
-    # to them by that address. On one machine all came that way.
-    nodes = sorted(state.agents, key=lambda n: rank_key(state.agents[n].place, n))
-    host = next((n for n in nodes if not state.agents[n].address.startswith("127.")), nodes[0])
-    note = Note("gathered", {"nodes": nodes, "store": host})
-    return replace(state, store_node=host), (note, StartStore(host))
-
-
-def _form_if_complete(state: State) -> Decision:
-    agents = state.agents
-    if state.stage is not Stage.GATHERING or state.store is None or len(agents) < state.settings.nodes:
-        return state, ()
-    if not all(a.is_ready for a in agents.values()):
-        return state, ()
-    return form(state)
-
-
-def _missing(state: State) -> str:
-    """What a start still waits for, for people."""
-    s, agents = state.settings, state.agents
-    loading = sorted((n for n, a in agents.items() if not a.is_ready), key=natural)
-    parts = [f"{s.nodes - len(agents)} of {s.nodes} nodes to join"] if len(agents) < s.nodes else []
-    parts += [f"{', '.join(loading)} to load"] if loading else []
-    parts += [f"the store on {state.store_node}"] if state.store_node and state.store is None else []
-    return "; ".join(parts)
 
 
 def _of_generation(state: State, generation: int, rank: int) -> RankView | None:
@@ -140,7 +108,7 @@ def _status(state: State, e: NodeStatus) -> Decision:
     if done > state.best_step:
         state = replace(state, best_step=done)
         if state.restarts and done >= state.mark + state.settings.progress_steps:
-            state = replace(state, restarts=0)
+            state = replace(state, restarts=0, start_crashes=())
     return state, ()
 
 
@@ -184,23 +152,23 @@ def _exited(state: State, e: RankExited) -> Decision:
 
 
 def _tick(state: State) -> Decision:
-    s = state.settings
     waited = state.now - state.since
-    if state.stage is Stage.GATHERING and waited > s.gather_timeout:
-        there = sorted(n for n, a in state.agents.items() if a.is_ready)
-        reason = f"only {len(there)} of {s.nodes} nodes were ready after {s.gather_timeout:.0f} s ({', '.join(there)})"
-        return end(state, requeue_or_fail(state, Cause.LAUNCH_FAILED, reason), ask=True)
+    if state.stage is Stage.GATHERING:
+        return waiting(state)
     if state.stage is Stage.AWAITING_SLURM and state.trouble and waited > state.trouble.patience:
-        return end(state, requeue_or_fail(state, state.trouble.cause, state.trouble.reason), ask=True)
-    if state.stage is Stage.GATHERING and waited > SLOW_START and not state.is_wait_noted:
-        return replace(state, is_wait_noted=True), (
-            Note("waiting", {"seconds": round(waited), "for": _missing(state)}),
-        )
+        outcome = requeue_or_fail(state, state.trouble.cause, state.trouble.reason)
+        blames = blamed_for_silence(state)
+        state, actions = end(state, outcome, ask=True)
+        return state, (*blames, *actions)
     if state.stage is Stage.CLEARING and waited > CLEAR_TIMEOUT:
         # SIGKILL does not end a process in uninterruptible sleep (hung storage): the node is of no use.
         stuck = sorted({r.node for r in state.ranks.values() if r.is_alive and r.node in state.agents})
         reason = f"workers on {', '.join(stuck)} do not die"
-        return end(state, state.then or requeue_or_fail(state, Cause.HARDWARE_FAULT, reason), ask=True)
+        blames = tuple(Blame(node, Cause.HARDWARE_FAULT, "killed workers did not die on it") for node in stuck)
+        fault = requeue_or_fail(state, Cause.HARDWARE_FAULT, reason)
+        then = state.then or replace(fault, node=stuck[0] if stuck else None)
+        state, actions = end(state, then, ask=True)
+        return state, (*blames, *actions)
     if state.stop is not None and state.stop.deadline is not None and state.now > state.stop.deadline:
         return overdue(state, state.stop)
     if state.stage is Stage.RUNNING:

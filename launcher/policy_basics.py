@@ -74,7 +74,7 @@ def _after_stop(state: State, plan: StopPlan) -> Outcome:
     if not state.settings.can_requeue:
         reason = f"{plan.reason}; not requeued (resilience.continuation=none): `stoker resume` goes on"
         return outcome_of(state, plan.cause, Next.NOTHING, EXIT_FAILED, reason)
-    return outcome_of(state, plan.cause, Next.REQUEUE, EXIT_REQUEUE, plan.reason)
+    return outcome_of(state, plan.cause, state.settings.onward, EXIT_REQUEUE, plan.reason)
 
 
 def clear(state: State, then: Outcome | None) -> Decision:
@@ -96,7 +96,7 @@ def cleared(state: State) -> Decision:
 
 def requeue_or_fail(state: State, cause: Cause, reason: str) -> Outcome:
     if state.settings.can_requeue:
-        return outcome_of(state, cause, Next.REQUEUE, EXIT_REQUEUE, reason)
+        return outcome_of(state, cause, state.settings.onward, EXIT_REQUEUE, reason)
     return outcome_of(state, cause, Next.NOTHING, EXIT_FAILED, reason)
 
 
@@ -105,7 +105,7 @@ def outcome_of(state: State, cause: Cause, then: Next, code: int, reason: str) -
 
 
 def end(state: State, outcome: Outcome, ask: bool = False) -> Decision:
-    is_asked = ask and outcome.next is Next.REQUEUE
+    is_asked = ask and outcome.next is not Next.NOTHING
     # The outcome may have been decided while workers were still running: give it the last word on steps.
     outcome = replace(outcome, step=max(state.best_step, outcome.step or 0), saved_step=state.saved_step)
     return replace(state, stage=Stage.DONE, since=state.now), (Finish(outcome, is_asked),)

@@ -9,9 +9,10 @@ from dataclasses import replace
 from statistics import median
 
 from .policy_basics import Decision, after_stop, clear, end, outcome_of, requeue_or_fail
-from .policy_trouble import KILLED
+from .policy_trouble import KILLED, blamed_for_silence
 from .policy_types import (
     AskAgain,
+    Blame,
     Commit,
     JobFate,
     KillWorkers,
@@ -129,8 +130,8 @@ def terminated(state: State, e: Terminated) -> Decision:
     if e.fate is JobFate.UNKNOWN:
         # Nothing is decided without evidence. Whoever signalled us will make itself felt; meanwhile we ask again.
         return state, (note, AskAgain())
-    outcome = replace(_fate_outcome(state, e.fate), evidence=dict(evidence))
-    state, actions = end(state, outcome, ask=e.fate is JobFate.TIME_LIMIT)
+    outcome = replace(_fate_outcome(state, e), evidence=dict(evidence))
+    state, actions = end(state, outcome, ask=e.fate is not JobFate.REQUEUED)
     return state, (note, KillWorkers(state.generation), *actions)
 
 
@@ -144,38 +145,74 @@ def slurm_said(state: State, e: SlurmSaid) -> Decision:
         return state, (note, *actions)
     if e.fate is JobFate.UNKNOWN:
         return state, (note,)  # Slurm does not answer; the trouble's patience ends the wait
+    blames: tuple[Blame, ...] = ()
     if e.fate is JobFate.PREEMPTED and state.trouble and state.trouble.cause is Cause.REQUESTED:
         outcome = requeue_or_fail(state, Cause.PREEMPTED, PREEMPTED)
     elif e.fate in (JobFate.RUNNING, JobFate.PREEMPTED):
         assert state.trouble is not None
-        if state.launch_code in KILLED:
+        if state.launch_code in KILLED and not state.is_released:
             reason = (
                 "the agents' step was killed from outside while the job ran on (scancel of the step, or out of memory)"
             )
             outcome = outcome_of(state, Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, reason)
         else:
             outcome = requeue_or_fail(state, state.trouble.cause, state.trouble.reason)
+            outcome = replace(outcome, node=state.trouble.node)
+            blames = blamed_for_silence(state)
     else:
-        outcome = _fate_outcome(state, e.fate)
+        outcome = _fate_outcome(state, e)
     state, actions = end(state, replace(outcome, evidence=dict(e.evidence)), ask=e.fate is not JobFate.REQUEUED)
-    return state, (note, *actions)
+    return state, (note, *blames, *actions)
 
 
-def _fate_outcome(state: State, fate: JobFate) -> Outcome:
-    s = state.settings
-    lost = state.trouble if state.trouble and state.trouble.cause is Cause.NODE_FAILURE else None
-    if fate is JobFate.REQUEUED:
-        cause = Cause.NODE_FAILURE if lost else (state.stop.cause if state.stop else Cause.PREEMPTED)
-        reason = lost.reason if lost else "Slurm took the allocation and requeued the job"
-        node = lost.node if lost else None
-        return replace(outcome_of(state, cause, Next.REQUEUE, EXIT_REQUEUE, reason), node=node)
-    if fate is JobFate.NODE_FAIL:
-        reason = (lost.reason if lost else "a node failed") + "; Slurm did not requeue the job"
-        return outcome_of(state, Cause.NODE_FAILURE, Next.NOTHING, EXIT_FAILED, reason)
-    if fate is JobFate.TIME_LIMIT:
-        # Without a warning in time: the last interval is lost, the run is not.
-        if s.can_requeue:
-            return outcome_of(state, Cause.TIME_LIMIT, Next.REQUEUE, EXIT_REQUEUE, "killed at the time limit")
-        return outcome_of(state, Cause.TIME_LIMIT, Next.NOTHING, EXIT_FAILED, "killed at the time limit")
+def _fate_outcome(state: State, e: Terminated | SlurmSaid) -> Outcome:
+    match e.fate:
+        case JobFate.REQUEUED:
+            return _requeued(state, e)
+        case JobFate.NODE_FAIL:
+            lost = _lost(state, e)
+            node, reason = lost or (None, "a node failed")
+            how = "" if state.settings.is_chain else "; Slurm did not requeue the job"
+            return replace(_onward_in_chain(state, Cause.NODE_FAILURE, reason + how), node=node)
+        case JobFate.TAKEN:
+            how = "" if state.settings.is_chain else "; Slurm ends preempted jobs here: `stoker resume` goes on"
+            return _onward_in_chain(state, Cause.PREEMPTED, f"preempted by a job of higher priority{how}")
+        case JobFate.TIME_LIMIT:
+            # Without a warning in time: the last interval is lost, the run is not.
+            return requeue_or_fail(state, Cause.TIME_LIMIT, "killed at the time limit")
     reason = "cancelled (SIGTERM, and Slurm does not start the job again)"
     return outcome_of(state, Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, reason)
+
+
+def _requeued(state: State, e: Terminated | SlurmSaid) -> Outcome:
+    """Slurm starts the job again. Why: a node that we lost or Slurm did, else what it says, else that we stopped."""
+    lost = _lost(state, e)
+    if lost is not None or e.why is Cause.NODE_FAILURE:
+        cause = Cause.NODE_FAILURE
+        node, reason = lost or (None, "a node failed")
+    else:
+        node, cause = None, e.why or (state.stop.cause if state.stop else Cause.REQUEUED)
+        reason = _REQUEUE_REASONS.get(cause, "Slurm took the allocation and requeued the job")
+    return replace(outcome_of(state, cause, Next.REQUEUE, EXIT_REQUEUE, reason), node=node)
+
+
+_REQUEUE_REASONS = {
+    Cause.PREEMPTED: "preempted by a job of higher priority, which Slurm requeued the job for",
+    Cause.REQUEUED: "the job was requeued by an administrator or by hand",
+}
+
+
+def _lost(state: State, e: Terminated | SlurmSaid) -> tuple[str | None, str] | None:
+    """(node, reason) of a node that we lost, or that Slurm holds for down."""
+    if state.trouble is not None and state.trouble.cause is Cause.NODE_FAILURE:
+        return state.trouble.node, state.trouble.reason
+    if e.down:
+        return e.down[0], f"Slurm holds {', '.join(e.down)} for down"
+    return None
+
+
+def _onward_in_chain(state: State, cause: Cause, reason: str) -> Outcome:
+    """What Slurm ends without starting it again goes on in the successor only."""
+    if state.settings.is_chain:
+        return requeue_or_fail(state, cause, reason)
+    return outcome_of(state, cause, Next.NOTHING, EXIT_FAILED, reason)

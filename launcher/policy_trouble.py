@@ -10,7 +10,22 @@ from dataclasses import replace
 from statistics import median
 
 from .policy_basics import Decision, after_stop, all_ended, clear, cleared, end, outcome_of, requeue_or_fail
-from .policy_types import AgentLost, AskSlurm, KillWorkers, LaunchEnded, Note, RankView, Settings, Stage, State, Trouble
+from .policy_start import failed_at_start, launch_failed
+from .policy_types import (
+    AgentFailed,
+    AgentLost,
+    AskSlurm,
+    Blame,
+    KillWorkers,
+    LaunchEnded,
+    Note,
+    RankView,
+    Release,
+    Settings,
+    Stage,
+    State,
+    Trouble,
+)
 from .run.heartbeat import Phase
 from .run.outcome import EXIT_FAILED, EXIT_USAGE, Cause, Next, Outcome
 
@@ -49,12 +64,40 @@ def _restart_or_stop(state: State, t: Trouble) -> Decision:
     if state.stop is not None:
         # The allocation is going away anyhow: no time for another generation.
         return clear(state, after_stop(state, state.stop))
+    state = replace(state, start_crashes=(*state.start_crashes, _start_crash(state, t)))
     if state.restarts >= s.max_restarts:
+        if (node := _suspected(state)) is not None:
+            return _leave_node(state, t, node)
         why = f"{t.reason} ({state.restarts} restarts without {s.progress_steps} steps of progress)"
         return clear(state, _failure(state, replace(t, reason=why), EXIT_FAILED))
     furthest = max((r.step for r in state.ranks.values()), default=0)
     state = replace(state, restarts=state.restarts + 1, mark=max(state.mark, furthest))
     return clear(state, None)
+
+
+def _start_crash(state: State, t: Trouble) -> str | None:
+    """The node on which a rank crashed before its first step; None for any other trouble."""
+    rank = None if t.rank is None else state.ranks.get(t.rank)
+    is_start = rank is not None and not rank.median and rank.phase in (Phase.START, Phase.COMPILE)
+    return t.node if is_start and t.cause is Cause.CRASH else None
+
+
+def _suspected(state: State) -> str | None:
+    """The one node on which every generation so far crashed at start, where others did not."""
+    nodes = set(state.start_crashes)
+    if state.settings.nodes < 2 or len(state.start_crashes) < 2 or len(nodes) != 1:
+        return None
+    return nodes.pop()
+
+
+def _leave_node(state: State, t: Trouble, node: str) -> Decision:
+    """It may be the node or the code: this run alone goes on without the node, as often as its budget allows."""
+    count = len(state.start_crashes)
+    reason = f"{t.reason} (the {count}th crash at start in a row on {node}; the run goes on without that node)"
+    outcome = requeue_or_fail(state, t.cause, reason)
+    outcome = replace(outcome, rank=t.rank, node=node, traceback=t.traceback)
+    state, actions = clear(state, outcome)
+    return state, (Blame(node, t.cause, f"{count} crashes at start in a row: {t.reason}", is_own=True), *actions)
 
 
 def _failure(state: State, t: Trouble, code: int) -> Outcome:
@@ -65,6 +108,8 @@ def _failure(state: State, t: Trouble, code: int) -> Outcome:
 def agent_lost(state: State, e: AgentLost) -> Decision:
     if e.node not in state.agents:
         return state, ()
+    if state.stage is Stage.GATHERING and e.is_closed:
+        return failed_at_start(state, AgentFailed(e.node, f"it ended while loading ({e.reason})"))
     agents = {n: a for n, a in state.agents.items() if n != e.node}
     state = replace(state, agents=agents)
     note = Note("agent_lost", {"node": e.node, "reason": e.reason})
@@ -76,12 +121,25 @@ def agent_lost(state: State, e: AgentLost) -> Decision:
         ranks = {k: replace(r, is_alive=False) if r.node == e.node else r for k, r in state.ranks.items()}
         state, actions = all_ended(replace(state, ranks=ranks))
         return state, (note, *actions)
+    if state.stage is Stage.AWAITING_SLURM:
+        return state, (note,)  # the first loss is the reason
     # Nothing can go on without the node. Slurm's word on it comes by signal; only then is it clear what happens next.
     patience = state.settings.closed_timeout if e.is_closed else state.settings.verdict_timeout
     reason = f"{'the agent on' if e.is_closed else 'node'} {e.node} is lost: {e.reason}"
     trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, None, e.node, None, True, patience)
     state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, trouble=trouble)
-    return state, (note, KillWorkers(state.generation))
+    if e.is_closed:
+        return state, (note, KillWorkers(state.generation))
+    # Should the node only have been frozen, its agent ends when it thaws. Then srun must end, or nobody would say so.
+    return replace(state, is_released=True), (note, KillWorkers(state.generation), Release())
+
+
+def blamed_for_silence(state: State) -> tuple[Blame, ...]:
+    """A node that we could not reach though Slurm holds it for sound. One that is down Slurm keeps away itself."""
+    t = state.trouble
+    if not state.is_released or t is None or t.node is None:
+        return ()
+    return (Blame(t.node, Cause.NODE_FAILURE, f"silent though Slurm holds it for sound: {t.reason}"),)
 
 
 def launch_ended(state: State, e: LaunchEnded) -> Decision:
@@ -91,7 +149,7 @@ def launch_ended(state: State, e: LaunchEnded) -> Decision:
     reason = f"srun ended with code {e.code} and took all agents along"
     note = Note("launch_ended", {"code": e.code})
     if state.stage is Stage.GATHERING and e.code not in KILLED:
-        state, actions = end(state, requeue_or_fail(state, Cause.LAUNCH_FAILED, reason), ask=True)
+        state, actions = launch_failed(state, reason)
         return state, (note, *actions)
     patience = state.settings.verdict_timeout
     trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, is_certain=True, patience=patience)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .run.heartbeat import Phase
-from .run.outcome import Cause, Outcome
+from .run.outcome import Cause, Next, Outcome
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Settings:
 
     nodes: int
     procs_per_node: int
-    can_requeue: bool  # somebody starts this run again when asked (Slurm, or the local loop)
+    can_requeue: bool  # somebody starts this run again when asked (Slurm, the local loop, a successor)
     warning: float = 120.0  # lead of the warning signal, used where the job's end is not known
     hang_timeout: float = 0.0  # 0: max(20 x median step, 120)
     start_timeout: float = 900.0
@@ -32,10 +32,17 @@ class Settings:
     progress_steps: int = 10
     by_topology: bool = True  # ranks follow the switches, else names alone
     is_own_script: bool = False  # workers are processes of the user's own (task.cmd)
+    is_chain: bool = False  # a successor job goes on, not this one
+    names: tuple[str, ...] = ()  # of all nodes, where they are known
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.procs_per_node
+
+    @property
+    def onward(self) -> Next:
+        """What an interruption leads to."""
+        return Next.NOTHING if not self.can_requeue else Next.CHAIN if self.is_chain else Next.REQUEUE
 
 
 class Stage(str, Enum):
@@ -105,6 +112,11 @@ class State:
     is_wait_noted: bool = False  # a start that takes long is told once
     store_node: str | None = None  # who was asked to start the store
     store: tuple[str, int] | None = None
+    store_due: float | None = None  # when the store is given up and asked of another node
+    is_store_moved: bool = False
+    failed: Mapping[str, str] = field(default_factory=dict)  # nodes that failed at start, and how
+    start_crashes: tuple[str | None, ...] = ()  # node of each crash in a row at start; None: of another trouble
+    is_released: bool = False  # the agents were let go to make srun end
     ranks: Mapping[int, RankView] = field(default_factory=dict)
     stop: StopPlan | None = None
     trouble: Trouble | None = None
@@ -160,6 +172,14 @@ class RankStatus:
     sequence: int
     age: float
     median: float
+
+
+@dataclass(frozen=True)
+class AgentFailed:
+    """Slurm says that a node could not start its agent, or that it ended before it joined."""
+
+    node: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -221,6 +241,7 @@ class JobFate(str, Enum):
     CANCELLED = "cancelled"
     TIME_LIMIT = "time_limit"
     NODE_FAIL = "node_fail"  # ended for a failed node and not requeued
+    TAKEN = "taken"  # preempted and not requeued (PreemptMode=CANCEL)
     UNKNOWN = "unknown"
 
 
@@ -232,6 +253,8 @@ class Terminated:
     by: str  # "batch" or a node
     seconds_left: float | None = None
     evidence: Mapping[str, str] = field(default_factory=dict)
+    why: Cause | None = None  # of a requeue by Slurm: the reason that it gives, where it does
+    down: tuple[str, ...] = ()  # our nodes that Slurm holds for down
 
 
 @dataclass(frozen=True)
@@ -240,6 +263,8 @@ class SlurmSaid:
 
     fate: JobFate
     evidence: Mapping[str, str] = field(default_factory=dict)
+    why: Cause | None = None
+    down: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,6 +285,7 @@ Event = (
     | AgentReady
     | StoreUp
     | AgentLost
+    | AgentFailed
     | NodeStatus
     | RankReport
     | RankExited
@@ -334,4 +360,19 @@ class AskAgain:
     """Slurm gave no usable answer to why we were terminated: put the question again in a moment."""
 
 
-Action = AskAgain | AskSlurm | StartStore | Form | Propose | Commit | KillWorkers | Note | Finish
+@dataclass(frozen=True)
+class Release:
+    """Let the agents go, so that srun ends as soon as the last of them is gone."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Evidence that a node is bad: it is avoided for a while, by all runs or by this one alone."""
+
+    node: str
+    cause: Cause
+    reason: str
+    is_own: bool = False  # suspected by this run alone: its own code may be to blame
+
+
+Action = AskAgain | AskSlurm | Blame | StartStore | Form | Propose | Commit | KillWorkers | Note | Finish | Release

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jinja2
 
+from ..conf.budgets import BUDGETS, UNLIMITED
 from ..conf.sbatch_options import TYPED
 from ..conf.schema import ClusterConfig, ClusterKind, Config, Continuation, GpuRequest
 from .run.bootstrap import ENV_ARCHIVE, LOCAL_DIR
@@ -42,6 +43,9 @@ class Script:
     modules: tuple[str, ...] = ()
     conda: str | None = None
     is_own_python: bool = False
+    continuation: str = "none"  # of a Slurm job: how it is started elsewhere if this node cannot start it
+    failed_starts: int = 10  # how often that is tried
+    exclude: str = ""  # nodes that the configuration excludes
 
 
 def script_of(
@@ -58,6 +62,7 @@ def script_of(
     env = {"OMP_NUM_THREADS": str(cluster.omp_threads)} | dict(cluster.env)
     env |= {LOCAL_DIR: cluster.local_dir} if cluster.local_dir else {}
     env |= {ENV_ARCHIVE: str(env_archive)} if env_archive else {}
+    limit = {**BUDGETS, **config.resilience.budgets}["launch_failed"]
     return Script(
         run_dir=str(run_dir),
         run_id=run_id,
@@ -69,6 +74,9 @@ def script_of(
         modules=tuple(cluster.modules),
         conda=cluster.conda,
         is_own_python=bool(cluster.modules or cluster.conda or cluster.python),
+        continuation=config.resilience.continuation.value if cluster.kind is ClusterKind.slurm else "none",
+        failed_starts=limit if limit != UNLIMITED else 10**6,
+        exclude=cluster.exclude or "",
     )
 
 
@@ -172,6 +180,9 @@ def render(script: Script, template: str = "supervisor.sbatch.j2") -> str:
         modules=script.modules,
         conda=script.conda,
         is_own_python=script.is_own_python,
+        continuation=script.continuation,
+        failed_starts=script.failed_starts,
+        exclude=script.exclude,
     )
 
 

@@ -25,7 +25,7 @@ from .run.files import create_exclusive, create_json, read_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
 from .run.submissions import Submission, TakenError, new_submission, next_number, submissions
-from .state import State, jobs_of, look
+from .state import State, look, queue_of
 
 CLEARING = 90.0  # seconds; KillWait is 30 by default
 UNDER_WAY = 900.0  # seconds for which a submission from another host may still be under way (submit.py gives up sooner)
@@ -122,7 +122,7 @@ def refuse_if_alive(run: RunDir) -> None:
     learn_jobs(found)
     if found and is_under_way(found[-1]):
         raise environment_error(f"{run.path}: somebody is just submitting it (submission {found[-1].number})")
-    state = look(run, jobs_of(found[-1:]))
+    state = look(run, queue_of([run]))
     if state.is_over and (ending := live_jobs(found)):
         # Its last word is spoken; Slurm is still clearing up after it.
         print(f"waiting for job {', '.join(s.job_id or '?' for s in ending)} to leave the queue", flush=True)

@@ -6,8 +6,8 @@ ends in between then shows its outcome. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from . import slurm
@@ -15,7 +15,7 @@ from .process import loop_process
 from .run.files import read_json
 from .run.layout import AttemptDir, RunDir
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, Cause, Next, Outcome
-from .run.submissions import Submission, submissions
+from .run.submissions import Submission, is_called_off, series, submissions
 from .slurm import QueuedJob
 
 Queue = Mapping[str, QueuedJob]  # by job id
@@ -48,22 +48,26 @@ class RunState:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the newest submission."""
+    """What is known of the submissions since a person last launched or resumed (run/submissions.py, `series`).
+
+    The job is the one that counts: the running one, or who is next, not the successor that waits behind it.
+    """
 
     mode: str | None  # sbatch, local, salloc, adopted; None: there is no submission
     job_id: str | None
     is_cancelled: bool
-    attempts: int  # of this submission
+    attempts: int  # of these submissions
     outcome: Outcome | None  # of its newest attempt
     job: QueuedJob | None
     queue_known: bool  # whether Slurm answered
     loop_alive: bool | None = None  # of a local run; None: on another host
     has_begun: bool = True  # whether its batch script was ever started
+    broken: str | None = None  # why nothing will follow the job, where a successor should
 
 
 def queue_of(runs: Iterable[RunDir], timeout: float = slurm.TIMEOUT) -> Queue | None:
-    """What Slurm says of the newest job of each run; None if it does not answer or is not here."""
-    return jobs_of([submission for run in runs for submission in submissions(run)[-1:]], timeout)
+    """What Slurm says of the newest jobs of each run; None if it does not answer or is not here."""
+    return jobs_of([submission for run in runs for submission in series(submissions(run))[-_LINKS:]], timeout)
 
 
 def jobs_of(found_submissions: Iterable[Submission], timeout: float = slurm.TIMEOUT) -> Queue | None:
@@ -100,33 +104,69 @@ def facts(run: RunDir, queue: Queue | None) -> Facts:
     found = submissions(run)
     if not found:
         return Facts(None, None, False, 0, None, None, queue is not None)
-    newest = found[-1]
-    mine = attempts_of(run, newest)
-    job_id = newest.job_id
+    links = series(found)
+    front = front_of(links, queue)
+    mine = attempts_of(run, *links)
+    job_id = front.job_id
     return Facts(
-        mode=str(newest.intention.get("mode")),
+        mode=front.mode,
         job_id=job_id,
-        is_cancelled=newest.is_cancelled,
+        is_cancelled=is_called_off(links),
         attempts=len(mine),
         outcome=Outcome.read(mine[-1]) if mine else None,
         job=queue.get(job_id) if queue is not None and job_id else None,
         queue_known=queue is not None,
-        loop_alive=_loop_alive(newest),
+        loop_alive=_loop_alive(front),
         has_begun=bool(mine) or job_id is None or (run.job_logs / f"{job_id}.log").exists(),
+        broken=_broken(links, queue),
     )
 
 
-def attempts_of(run: RunDir, submission: Submission) -> list[AttemptDir]:
-    """The attempts of a submission, oldest first. One that has not said yet whose it is belongs to the newest."""
-    found = []
-    for attempt in run.all_attempts():
-        try:
-            number = read_json(attempt.start).get("submission", submission.number)
-        except (FileNotFoundError, ValueError):
-            number = submission.number
-        if number == submission.number:
-            found.append(attempt)
-    return found
+_LINKS = 3  # submissions of a chain that can matter: the running one, its successor, and one that is on its way out
+
+
+def front_of(links: Sequence[Submission], queue: Queue | None) -> Submission:
+    """The submission of a series whose job counts: the newest that does not wait for another one to end."""
+    jobs = [(s, queue.get(s.job_id) if queue is not None and s.job_id else None) for s in links[-_LINKS:]]
+    live = [(s, job) for s, job in jobs if job is not None and not job.is_over]
+    for s, job in reversed(live):
+        if not (job.state == "PENDING" and job.reason.startswith("Dependency")):
+            return s
+    if live:
+        return live[0][0]
+    began = [s for s in links if s.mode != "chain" or _has_attempt(s)]
+    return began[-1]
+
+
+def _has_attempt(submission: Submission) -> bool:
+    return any(submission_of(a) == submission.number for a in submission.run.all_attempts()[-_LINKS:])
+
+
+def _broken(links: Sequence[Submission], queue: Queue | None) -> str | None:
+    """Why the chain ends with its last link, as far as can be told."""
+    last = links[-1]
+    if last.mode != "chain":
+        return None
+    if last.refusal is not None:
+        return f"chain broken: {last.refusal}"
+    job = queue.get(last.job_id) if queue is not None and last.job_id else None
+    if job is not None and job.is_over and len(links) > 1 and not _has_attempt(last):
+        return f"chain broken: successor job {job.job_id} was ended as {job.state} before it could start"
+    return None
+
+
+def attempts_of(run: RunDir, *wanted: Submission) -> list[AttemptDir]:
+    """The attempts of submissions, oldest first. One that has not said yet whose it is belongs to the newest."""
+    numbers, newest = {s.number for s in wanted}, wanted[-1].number
+    return [a for a in run.all_attempts() if (submission_of(a) or newest) in numbers]
+
+
+def submission_of(attempt: AttemptDir) -> int | None:
+    """The number of the submission that an attempt belongs to; None if it has not said."""
+    try:
+        return int(read_json(attempt.start)["submission"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
 
 
 def _loop_alive(submission: Submission) -> bool | None:
@@ -135,6 +175,13 @@ def _loop_alive(submission: Submission) -> bool | None:
 
 
 def judge(f: Facts) -> RunState:
+    state = _judge(f)
+    if f.broken is None or (state.is_over and state.state is not State.INTERRUPTED):
+        return state
+    return replace(state, detail=f"{state.detail}; {f.broken}" if state.detail else f.broken)
+
+
+def _judge(f: Facts) -> RunState:
     if f.mode is None:
         return RunState(State.FROZEN, "never submitted; `sbatch submit.sbatch` in its directory starts it")
     if f.outcome is not None and f.outcome.next is Next.NOTHING:
@@ -189,8 +236,10 @@ def _queued(f: Facts, job: QueuedJob) -> RunState:
         return RunState(State.CANCELLED, "by scancel" if not f.is_cancelled else "by `stoker cancel`", EXIT_CANCELLED)
     if job.is_over:
         return _gone(f, f"Slurm ended job {job.job_id} as {job.state}")
-    if f.outcome is not None:
+    if f.outcome is not None and f.outcome.next is Next.REQUEUE:
         return RunState(State.REQUEUED, f"after {f.outcome.cause.value}; the job is being requeued")
+    if f.outcome is not None and job.state == "COMPLETING":
+        return RunState(State.REQUEUED, f"after {f.outcome.cause.value}; its successor goes on")
     return RunState(State.RUNNING, "ending" if job.state == "COMPLETING" else "" if ran else "starting")
 
 

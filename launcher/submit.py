@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,10 @@ class Request:
     options: tuple[str, ...] = ()  # of sbatch, for this submission alone
 
 
-def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Accepted:
+Sbatch = Callable[[Path, Sequence[str], float, Mapping[str, str]], slurm.Reply]
+
+
+def submit(request: Request, sleep: Callable[[float], None] = time.sleep, sbatch: Sbatch = slurm.sbatch) -> Accepted:
     """Submit a script; returns the one job that was accepted. Waits for a controller that is away.
 
     Raises:
@@ -68,7 +71,7 @@ def submit(request: Request, sleep: Callable[[float], None] = time.sleep) -> Acc
     comment = comment_of(request.token, request.own_comment)
     for attempt in range(TRIES):
         mark = {SUBMISSION: request.token}
-        reply = slurm.sbatch(request.script, [*request.options, f"--comment={comment}"], SBATCH_TIMEOUT, mark)
+        reply = sbatch(request.script, [*request.options, f"--comment={comment}"], SBATCH_TIMEOUT, mark)
         known = slurm.parse_job_id(reply.out) if reply.code == 0 else None
         if known:
             job = Accepted(*known)

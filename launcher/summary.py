@@ -16,8 +16,8 @@ from .run.effective import effective_config
 from .run.files import read_json
 from .run.layout import AttemptDir, RunDir
 from .run.outcome import Outcome
-from .run.submissions import submissions
-from .state import Queue, RunState, look
+from .run.submissions import series, submissions
+from .state import Queue, RunState, front_of, look
 
 _END = 1 << 14  # bytes; a metrics line has a few hundred
 
@@ -64,7 +64,7 @@ def summarize(run: RunDir, queue: Queue | None) -> Summary:
         run=run,
         name=run.path.name,
         state=look(run, queue),
-        job_id=found[-1].job_id if found else None,
+        job_id=front_of(series(found), queue).job_id if found else None,
         attempts=len(attempts),
         step=_number(last, "step", int),
         total=None if is_own else _total(run),

@@ -16,28 +16,32 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import jobinfo
+from . import jobinfo, jobnodes
 from . import policy_types as p
 from .agents import Agents, AgentSignalled
+from .budgets import NO_WORD
+from .chain import predecessor_was_cancelled
+from .continuation import Continuation
 from .desk import Desk, Question
+from .heard import OwnJob, events_of, inquire
 from .launch_agents import Launch, launch_agents, local_nodes
 from .policy import decide
 from .protocol import SUBMISSION, WARNED
 from .run.attempts import Fence, claim
 from .run.effective import effective_config
 from .run.events import EventLog
-from .run.files import create_json, read_json
+from .run.files import create_json
 from .run.layout import AttemptDir, RunDir, open_run
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.packages import changes
 from .run.stacks import offer
-from .run.submissions import Submission, own_submission, rival, submissions
-from .run.views import last_outcome, made_progress
+from .run.submissions import Submission, is_called_off, own_submission, rival, series, submissions
 from .signals import SignalPipe
+from .state import attempts_of, submission_of
 from .track_start import PATIENCE as TRACKER_PATIENCE
 from .track_start import start_tracker, stop_tracker
 
@@ -45,7 +49,6 @@ TICK = 0.5  # seconds between looks at the clock, and for hangs
 FENCE_EVERY = 2.0
 SIGN_EVERY = 30.0  # seconds between two signs of life for `stoker watch`: the event file's time of change
 WARNING_PATIENCE = 5.0  # seconds that a warning waits for Slurm's word on what it means and how much time is left
-REQUEUE_MARGIN = 10.0  # seconds before the allocation's end at which a controller that is away is given up
 ASK_AGAIN = 3.0  # seconds until a question without a usable answer is put again
 END_FIRST, END_LONGEST = 30.0, 480.0  # seconds until an unanswered question for the allocation's end is put again
 NO_SCONTROL = (
@@ -69,32 +72,50 @@ def main(argv: list[str]) -> int:
         print(f"supervise: job {other} works on {run.path}, this is a second copy of it; nothing to do")
         return EXIT_FINISHED
     submission = own_submission(run, job_id) if job_id else submissions(run)[-1]
-    if submission.is_cancelled:
-        print(f"supervise: {run.path} was cancelled; nothing to do", file=sys.stderr)
-        return EXIT_CANCELLED
-    if job_id and is_finished_already(run, submission):
-        print(f"supervise: {run.path} is finished; nothing to do", file=sys.stderr)
-        return EXIT_FINISHED
+    mine = series(submissions(run), upto=submission.number)
+    code = end_already(run, mine)
+    if code is not None:
+        print(f"supervise: {run.path} is over; nothing to do (exit code {code})", file=sys.stderr)
+        return code
     attempt = claim(run)
     offer(run, attempt.number, "supervisor")
     events = EventLog(attempt.events("supervisor"), "supervisor", attempt.number)
+    supervisor = None
     try:
-        supervisor = Supervisor(run, attempt, submission, events, job_id, signals)
+        supervisor = Supervisor(run, attempt, mine, events, job_id, signals)
         return supervisor.serve()
     except Exception as e:
         traceback.print_exc()
         tail = "\n".join(traceback.format_exc().splitlines()[-40:])
         events.write("supervisor_failed", error=f"{type(e).__name__}: {e}", traceback=tail)
         Outcome(Cause.CRASH, Next.NOTHING, EXIT_FAILED, f"the supervisor failed: {e}", traceback=tail).write(attempt)
+        if supervisor is not None:
+            supervisor.continuation.abandon()
         return EXIT_FAILED
 
 
-def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
+def end_already(run: RunDir, mine: list[Submission]) -> int | None:
+    """The exit code of a run that is over though its job starts; None if there is something to do.
+
+    Slurm may requeue a job that was finished inside its preemption grace, and a successor may start in the moment in
+    which it is being withdrawn.
+    """
+    own = mine[-1]
+    attempts = attempts_of(run, *mine)
+    last = Outcome.read(attempts[-1]) if attempts else None
+    is_over = last is not None and last.next is Next.NOTHING and last.cause is not Cause.SUPERSEDED
+    if last is not None and is_over and (last.cause is Cause.FINISHED or submission_of(attempts[-1]) != own.number):
+        return last.exit_code
+    return EXIT_CANCELLED if is_called_off(mine) else None
+
+
+def settings_of(config: dict[str, Any], is_batch: bool, is_local: bool, names: Sequence[str] = ()) -> p.Settings:
+    """`is_batch`: a job of Slurm's that may be started again; else a loop around us does that."""
     cluster, r = config["cluster"], config["resilience"]
     return p.Settings(
         nodes=cluster["nodes"],
         procs_per_node=cluster["procs_per_node"],
-        can_requeue=r["continuation"] == "requeue",
+        can_requeue=r["continuation"] != "none",
         warning=float(r["warning"]),
         hang_timeout=r["hang_timeout"],
         start_timeout=r["start_timeout"],
@@ -109,6 +130,8 @@ def settings_of(config: dict[str, Any], is_local: bool) -> p.Settings:
         progress_steps=r["progress_steps"],
         by_topology=config["fabric"]["rank_order"] == "topology",
         is_own_script=bool(config["task"]["cmd"]),
+        is_chain=is_batch and r["continuation"] == "chain",
+        names=tuple(names),
     )
 
 
@@ -117,27 +140,35 @@ class Supervisor:
         self,
         run: RunDir,
         attempt: AttemptDir,
-        submission: Submission,
+        mine: list[Submission],
         events: EventLog,
         job_id: str | None,
         signals: SignalPipe,
     ) -> None:
-        self.run, self.attempt, self.submission, self.events = run, attempt, submission, events
+        self.run, self.attempt, self.submission, self.events = run, attempt, mine[-1], events
         self.job_id, self.signals = job_id, signals
         self.fence = Fence(run, attempt.number)
-        self.config = effective_config(run, submission.number)
-        self.state = p.State(settings_of(self.config, job_id is None), now=time.monotonic(), since=time.monotonic())
+        self.config = effective_config(run, self.submission.number)
+        self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        # An allocation of the user's own (salloc) is nobody's to requeue: the loop around us starts the next attempt.
+        batch_id = jobinfo.slurm_name(os.environ) if job_id is not None and self.submission.mode != "salloc" else None
+        self.continuation = Continuation(
+            run, attempt, mine, self.config, batch_id, self.restarts, events, self._give_sign
+        )
+        nodes = jobnodes.hostnames(os.environ.get("SLURM_JOB_NODELIST", "")) if job_id is not None else []
+        self.continuation.nodes = nodes
+        settings = settings_of(self.config, batch_id is not None, job_id is None, nodes)
+        self.state = p.State(settings, now=time.monotonic(), since=time.monotonic())
         self.lease = float(self.config["resilience"]["lease"])
         self.token = secrets.token_hex(16)
         self.agents = Agents(self.token, self.config, self.lease)
         self.agents.watch(signals.read_end)
-        self.desk = Desk(job_id) if job_id is not None else None
+        self.desk = self._desk() if job_id is not None else None
         if self.desk is not None:
             self.agents.watch(self.desk.read_end)
         self.ends_at: float | None = None  # monotonic; the allocation's end
         self._end_asked_at = math.inf  # when to ask for it again, should nobody have answered
         self._end_pause = END_FIRST
-        self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self.exit_code: int | None = None
         self.interrupts = 0
         self.launch_ended = False
@@ -148,11 +179,19 @@ class Supervisor:
         self._next_sign = 0.0
         self._next_fence = 0.0
 
+    def _desk(self) -> Desk:
+        assert self.job_id is not None
+        name, nodes = jobinfo.slurm_name(os.environ), os.environ.get("SLURM_JOB_NODELIST", "")
+        job = OwnJob.of(name, self.restarts, nodes, self.run.job_logs / f"{self.job_id}.log")
+        ask = jobinfo.Inquirer()
+        return Desk(name, lambda _: inquire(job, ask))
+
     def serve(self) -> int:
         self._record_start()
-        if self._refuse_requeues():
-            assert self.exit_code is not None
+        self._refuse()
+        if self.exit_code is not None:
             return self.exit_code
+        self.continuation.begin()
         launch = launch_agents(self.run, self.attempt, self.config, self.agents.addresses, self.token, self.job_id)
         if os.environ.get(WARNED):
             self._warned("the warning came while the job was starting")
@@ -202,24 +241,28 @@ class Supervisor:
             self.events.write("packages_changed", changes=changed)
             _say(f"installed packages changed since the run was launched: {', '.join(changed[:10])}")
 
-    def _refuse_requeues(self) -> bool:
-        """Stop a run that is started over and over: by count, or because nothing comes of it."""
-        limits = self.config["resilience"]
-        mine = [a for a in self.run.all_attempts() if _submission_of(a) == self.submission.number]
-        earlier = mine[:-1]
-        reason = None
-        if len(earlier) > limits["max_requeues"]:
-            reason = f"requeued {len(earlier)} times (resilience.max_requeues={limits['max_requeues']})"
-        elif len(fruitless := trailing_fruitless(earlier)) >= limits["max_fruitless"]:
-            last = Outcome.read(fruitless[-1])
-            why = f"; the last one: {last.reason}" if last else ""
-            reason = f"{len(fruitless)} attempts in a row made no step (resilience.max_fruitless){why}"
-        if reason is None:
-            return False
-        self._finish(
-            p.Finish(Outcome(Cause.NO_PROGRESS, Next.NOTHING, EXIT_FAILED, f"{reason}; `stoker resume` goes on"))
-        )
-        return True
+    def _refuse(self) -> None:
+        """End at once what must not begin: budgets are used up, it was cancelled, a node is known to fail launches."""
+        reason = self.continuation.refusal()
+        if reason is not None:
+            outcome = Outcome(Cause.NO_PROGRESS, Next.NOTHING, EXIT_FAILED, f"{reason}; `stoker resume` goes on")
+            return self._finish(p.Finish(outcome))
+        after = self.submission.intention.get("after")
+        was_killed = bool(self.continuation.past) and self.continuation.past[-1].cause == NO_WORD
+        if after and was_killed and predecessor_was_cancelled(str(after)):
+            reason = f"job {after} was cancelled and killed before it could say so"
+            return self._finish(p.Finish(Outcome(Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, reason)))
+        bad = self.continuation.bad_in_allocation()
+        if bad:
+            self.events.write("bad_nodes_allocated", nodes={f.node: f.reason for f in bad})
+        if self.continuation.is_hopeless(bad):
+            names = ", ".join(f"{f.node} ({f.reason})" for f in bad)
+            self.continuation.begin()
+            onward = self.state.settings.onward
+            outcome = Outcome(Cause.LAUNCH_FAILED, onward, EXIT_REQUEUE, f"allocated all the same: {names}")
+            if onward is not Next.NOTHING:
+                return self._finish(p.Finish(outcome, ask=True))
+        return None
 
     # The loop.
 
@@ -234,11 +277,12 @@ class Supervisor:
                 self._agent_signalled(event)
             else:
                 self._feed(event)
-        if not self.launch_ended and not self.agents.any_connected():
-            code = launch.poll()
-            if code is not None:
-                self.launch_ended = True
-                self._feed(p.LaunchEnded(code))
+        code = None if self.launch_ended or self.agents.any_connected() else launch.poll()
+        for node, reason in launch.failures():
+            self._feed(p.AgentFailed(node, reason))
+        if code is not None:
+            self.launch_ended = True
+            self._feed(p.LaunchEnded(code))
         now = time.monotonic()
         if now >= self._next_fence:
             self._next_fence = now + FENCE_EVERY
@@ -290,6 +334,10 @@ class Supervisor:
                 _say(f"{action.event} {dict(action.fields)}")
             case p.Finish():
                 self._finish(action)
+            case p.Blame():
+                self.continuation.blame(action)
+            case p.Release():
+                self.agents.quit()
             case p.AskSlurm():
                 self._ask("launch")
             case p.AskAgain():
@@ -339,45 +387,27 @@ class Supervisor:
             self._ask("terminated", "batch" if by == "batch" else "agents")
 
     def _answered(self, question: Question, info: jobinfo.JobInfo | None) -> None:
-        fate = jobinfo.fate(info, self.restarts) if info else p.JobFate.UNKNOWN
-        left, evidence = (info.seconds_left, info.evidence) if info else (None, {})
-        match question.about:
-            case "start":
-                self.ends_at = info.ends_at if info else None
-                self._end_asked_at = math.inf if info else time.monotonic() + self._end_pause
-            case "clock":
-                self.ends_at = info.ends_at if info else None
-                if left is None or left < self.state.settings.warning:
-                    self._feed(p.Warned(Cause.TIME_LIMIT, "the time limit is near", left))
-            case "warning":
-                # Slurm sends the same signal before the time limit and at a preemption.
-                is_preempted = info is not None and info.time("PreemptTime") is not None
-                cause, what = (
-                    (Cause.PREEMPTED, "preempted") if is_preempted else (Cause.TIME_LIMIT, "the time limit is near")
-                )
-                if info is None:
-                    # Slurm does not answer: the lead that was asked for, from when the warning came.
-                    left = self.state.settings.warning - (time.monotonic() - (self._warned_at or time.monotonic()))
-                self._feed(p.Warned(cause, f"{what} ({question.by})", left))
-            case "terminated":
-                self._feed(p.Terminated(fate, question.by, left, evidence))
-            case "launch":
-                self._feed(p.SlurmSaid(fate, evidence))
+        if question.about in ("start", "clock"):
+            self.ends_at = info.ends_at if info else None
+        if question.about == "start":
+            self._end_asked_at = math.inf if info else time.monotonic() + self._end_pause
+        since = 0.0 if self._warned_at is None else time.monotonic() - self._warned_at
+        for event in events_of(question, info, self.restarts, self.state.settings.warning, since):
+            self._feed(event)
 
     # The end.
 
     def _finish(self, action: p.Finish) -> None:
-        outcome = action.outcome
-        # An allocation of the user's own (salloc) is nobody's to requeue: the loop around us starts the next attempt.
-        is_batch = self.job_id is not None and self.submission.intention.get("mode") != "salloc"
-        if action.ask and is_batch:
-            error = self._requeue()
-            if error is not None:
-                self.events.write("requeue_refused", error=error)
-                reason = f"{outcome.reason}; not requeued: {error}"
-                is_cancelled = error == jobinfo.CANCELLED
-                cause, code = (Cause.CANCELLED, EXIT_CANCELLED) if is_cancelled else (outcome.cause, EXIT_FAILED)
-                outcome = replace(outcome, cause=cause, next=Next.NOTHING, exit_code=code, reason=reason)
+        outcome = self.continuation.plan(action.outcome, is_ours=action.ask)
+        if action.ask and outcome.next is not Next.NOTHING:
+            outcome = self.continuation.bring_about(outcome, True, self.ends_at)
+            self._record_end(outcome)
+            return
+        # What Slurm has decided, or nobody is asked for, is written down first: there may be little time.
+        self._record_end(outcome)
+        self.continuation.bring_about(outcome, False, self.ends_at)
+
+    def _record_end(self, outcome: Outcome) -> None:
         self.exit_code = outcome.exit_code
         try:
             is_first = outcome.write(self.attempt)
@@ -388,27 +418,6 @@ class Supervisor:
             fields = {"cause": outcome.cause.value, "next": outcome.next.value, "reason": outcome.reason}
             self.events.write("attempt_ended", **fields, step=outcome.step, saved_step=outcome.saved_step)
         _say(f"{outcome.cause.value}: {outcome.reason} (next: {outcome.next.value})")
-
-    def _requeue(self) -> str | None:
-        """None if the job will start again, by our request or already by Slurm's."""
-        assert self.job_id is not None
-        with contextlib.suppress(OSError):
-            if self.submission.is_cancelled:
-                return jobinfo.CANCELLED
-            if not self.fence.is_current():
-                return "a later attempt of this run exists"
-        info = jobinfo.query(self.job_id)
-        fate = jobinfo.fate(info, self.restarts) if info else p.JobFate.UNKNOWN
-        if fate is p.JobFate.CANCELLED:
-            return jobinfo.CANCELLED
-        if fate is p.JobFate.REQUEUED:
-            return None
-        left = 600.0 if self.ends_at is None else self.ends_at - time.monotonic() - REQUEUE_MARGIN
-        return jobinfo.requeue(self.job_id, self.restarts, max(left, 0.0), self._is_requeue_wanted)
-
-    def _is_requeue_wanted(self) -> bool:
-        self._give_sign()
-        return not self.submission.is_cancelled
 
 
 def _start_ticks() -> int:
@@ -424,34 +433,6 @@ def _urgency(action: p.Action) -> int:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"supervisor: {text}", flush=True)
-
-
-def trailing_fruitless(attempts: list[AttemptDir]) -> list[AttemptDir]:
-    """The newest attempts in a row that completed no step. Preemptions and node failures neither count nor interrupt:
-    they are the site's doing."""
-    found: list[AttemptDir] = []
-    for attempt in reversed(attempts):
-        if made_progress(attempt):
-            break
-        outcome = Outcome.read(attempt)
-        if outcome is None or outcome.cause not in (Cause.PREEMPTED, Cause.NODE_FAILURE):
-            found.insert(0, attempt)
-    return found
-
-
-def is_finished_already(run: RunDir, submission: Submission) -> bool:
-    """Slurm may requeue a job that was finished inside its preemption grace."""
-    last = last_outcome(run)
-    if last is None or last[1] is None or last[1].cause is not Cause.FINISHED:
-        return False
-    return _submission_of(last[0]) == submission.number
-
-
-def _submission_of(attempt: AttemptDir) -> int | None:
-    try:
-        return int(read_json(attempt.start)["submission"])
-    except (FileNotFoundError, KeyError):
-        return None
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Cause(str, Enum):
     FINISHED = "finished"
     TIME_LIMIT = "time_limit"
     PREEMPTED = "preempted"
+    REQUEUED = "requeued"  # Slurm was told to start the job again, or does not say why it did
     NODE_FAILURE = "node_failure"
     HARDWARE_FAULT = "hardware_fault"
     LAUNCH_FAILED = "launch_failed"
@@ -47,6 +48,7 @@ class Next(str, Enum):
 
     NOTHING = "nothing"  # finished, or stopped for good: only `stoker resume` starts it again
     REQUEUE = "requeue"  # the same job starts again, by our request or by Slurm's own
+    CHAIN = "chain"  # the successor that waits in the queue goes on
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Outcome:
     node: str | None = None
     traceback: str | None = None  # tail of the culprit's traceback or log
     evidence: dict[str, Any] = field(default_factory=dict)
+    delay: float = 0.0  # seconds before the next start (back-off)
     time: float = field(default_factory=time.time)
 
     def write(self, attempt: AttemptDir) -> bool:

@@ -59,7 +59,6 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"optim.beta2": 1.0}, ["e optim.beta2=1.0: expected at least 0 and less than 1"]),
     ({"model.dropout": -0.1}, ["e model.dropout=-0.1: expected at least 0 and less than 1"]),
     ({"checkpoint.keep": 0}, ["e checkpoint.keep=0: expected a positive number"]),
-    ({"resilience.max_requeues": -1}, ["e resilience.max_requeues=-1: expected 0 or a positive number"]),
     ({"profile.steps": [2, 4], "profile.ranks": [0]}, []),
     ({"profile.steps": [4]}, [
         "e profile.steps=[4]: expected the first and the last step to trace, from 1, like [10,12]",
@@ -85,6 +84,12 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ]),
     ({"profile.steps": [2, 4], "task.cmd": ["python", "x.py"]}, [
         "w profile.steps=[2, 4]: has no effect with task.cmd: a script of your own has to profile itself",
+    ]),
+    ({"resilience.budgets": {"crash": -2}}, [
+        "e resilience.budgets.crash=-2: expected 0 or more, or -1 for any number",
+    ]),
+    ({"resilience.budgets": {"preemted": 3}}, [
+        "e resilience.budgets.preemted: no cause that has a budget; did you mean preempted?",
     ]),
     ({"seed": 2**63}, ["e seed=9223372036854775808: expected less than 2^63"]),
     ({"train.global_batch": 30, "cluster.nodes": 2}, [

@@ -29,7 +29,8 @@ RECORD = "JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) R
         ("TIMEOUT", "TimeLimit", 1, "", JobFate.TIME_LIMIT),
         ("NODE_FAIL", "NodeDown", 1, "", JobFate.NODE_FAIL),
         ("COMPLETING", "NodeDown", 1, "", JobFate.NODE_FAIL),
-        ("PREEMPTED", "None", 1, "PreemptTime=2026-01-01T00:00:00", JobFate.CANCELLED),  # PreemptMode=CANCEL
+        ("PREEMPTED", "None", 1, "PreemptTime=2026-01-01T00:00:00", JobFate.TAKEN),  # PreemptMode=CANCEL
+        ("COMPLETING", "None", 1, "PreemptTime=2026-01-01T00:00:00", JobFate.TAKEN),
         ("", "", 1, "", JobFate.UNKNOWN),
     ],
 )

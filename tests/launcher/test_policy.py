@@ -333,7 +333,7 @@ def test_scancel_while_stopping_for_requeue_wins() -> None:
 
 def test_a_lost_node_waits_for_slurm_and_then_is_a_node_failure() -> None:
     s = Scene().running(step=7)
-    assert s.feed(p.AgentLost("n2", "no word for 15 s")) == [p.KillWorkers(1)]
+    assert s.feed(p.AgentLost("n2", "no word for 15 s")) == [p.KillWorkers(1), p.Release()]
     assert s.feed(p.Terminated(p.JobFate.RUNNING, "n1")) == []
     finish = s.finish(s.feed(p.Terminated(p.JobFate.REQUEUED, "batch")))
     o = finish.outcome
@@ -357,7 +357,9 @@ def test_an_agent_that_died_alone_is_not_waited_for_as_long_as_a_silent_node() -
 
 
 def lose_all(s: Scene, code: int = 137) -> list[p.Action]:
-    return s.feed(p.AgentLost("n1", "end of stream"), p.AgentLost("n2", "end of stream"), p.LaunchEnded(code))
+    return s.feed(
+        p.AgentLost("n1", "end of stream", True), p.AgentLost("n2", "end of stream", True), p.LaunchEnded(code)
+    )
 
 
 def test_scancel_of_the_step_takes_all_agents_and_means_stop() -> None:
@@ -554,7 +556,7 @@ def test_ranks_that_were_signalled_before_us_wait_for_slurms_word(who: str) -> N
     ("fate", "cause", "then"),
     [
         (p.JobFate.CANCELLED, Cause.CANCELLED, Next.NOTHING),
-        (p.JobFate.REQUEUED, Cause.PREEMPTED, Next.REQUEUE),
+        (p.JobFate.REQUEUED, Cause.REQUEUED, Next.REQUEUE),
         (p.JobFate.RUNNING, Cause.REQUESTED, Next.REQUEUE),
     ],
 )

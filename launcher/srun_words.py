@@ -1,0 +1,60 @@
+"""What srun says on standard error: passed on as it is, and read for nodes whose agent failed to start.
+
+Owns: the pipe and the two forms of words. srun itself goes on as long as any agent lives, so only its words tell early
+that one never came up. Words that are not understood cost nothing but time: the start's limit names the node then.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import IO
+
+from .jobnodes import hostnames
+
+# "srun: error: n[2-3]: tasks 1-2: Exited with exit code 127"; "... Task launch for StepId=7.0 failed on node n2: ..."
+_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,\-]+: (.+)")
+_LAUNCH = re.compile(r"srun: error: .*failed on node (\S+?): (.+)")
+
+
+def failures_in(line: str) -> Iterator[tuple[str, str]]:
+    """(node, reason) for every node that a line names as failed."""
+    found = _TASK.search(line) or _LAUNCH.search(line)
+    if found:
+        for node in hostnames(found[1]):
+            yield node, found[2].strip()
+
+
+class SrunWords:
+    """Reads a stream to its end in a thread of its own."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._found: list[tuple[str, str]] = []
+        self._thread = threading.Thread(target=self._read, name="srun", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for raw in self._stream:
+            line = raw.decode(errors="replace")
+            try:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+            except (OSError, ValueError):
+                pass  # a full disk must not stop srun
+            failures = list(failures_in(line))
+            with self._lock:
+                self._found += failures
+
+    def take(self) -> list[tuple[str, str]]:
+        """Failures since the last call."""
+        with self._lock:
+            found, self._found = self._found, []
+        return found
+
+    def join(self) -> None:
+        """Once srun has ended: what it said last."""
+        self._thread.join(timeout=2.0)

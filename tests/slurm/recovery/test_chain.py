@@ -1,0 +1,113 @@
+"""Where Slurm may not requeue (JobRequeue=0, PreemptMode=CANCEL) a chain of jobs carries the run, bitwise the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from stoker.launcher.rehearsal.cluster import Cluster
+from stoker.launcher.rehearsal.lab import PAUSE
+from stoker.launcher.rehearsal.spec import ClusterSpec
+from stoker.launcher.rehearsal.trial import Trial, wait_for
+from stoker.launcher.run.files import read_json
+from stoker.launcher.run.outcome import Cause
+from stoker.launcher.run.submissions import submissions
+
+pytestmark = pytest.mark.slurm
+
+CHAIN = "resilience.continuation=chain"
+
+
+@pytest.fixture
+def site(short_directory: Any, shared: Any, lab_on: Any) -> Iterator[Any]:
+    spec = ClusterSpec(nodes=12, isolate=True, share=(str(shared.parent),), job_requeue=False, preempt_mode="CANCEL")
+    with Cluster.start(spec, short_directory) as cluster:
+        yield lab_on(cluster)
+
+
+def attempt_job(run: Trial) -> str:
+    """The job of the newest attempt."""
+    wait_for(lambda: run.dir.all_attempts() and run.dir.all_attempts()[-1].start.exists(), lambda: run.story())
+    return str(read_json(run.dir.all_attempts()[-1].start)["job_id"])
+
+
+def time_limit(lab: Any, run: Trial) -> str:
+    run.wait_outcome(1)
+    return "time_limit"
+
+
+def preempted_with_grace(lab: Any, run: Trial) -> str:
+    run.wait_step(12)
+    lab.cluster.preempt(attempt_job(run))
+    return "preempted"
+
+
+preempted_at_once = preempted_with_grace
+
+
+def node_power(lab: Any, run: Trial) -> str:
+    run.wait_step(12)
+    lab.cluster.crash(run.nodes()[1])
+    return "node_failure"
+
+
+def killed_supervisor(lab: Any, run: Trial) -> str:
+    run.wait_step(12)
+    kill(lab, run, "stoker.launcher.supervise")
+    return "crash"
+
+
+def killed_batch_script(lab: Any, run: Trial) -> str | None:
+    """Not even the shell around the supervisor can say anything."""
+    run.wait_step(12)
+    kill(lab, run, "slurm_script", "stoker.launcher.supervise")
+    return None
+
+
+def left_alone(lab: Any, run: Trial) -> str:
+    return ""
+
+
+def kill(lab: Any, run: Trial, *commands: str) -> None:
+    for command in commands:
+        for process in lab.cluster.processes_on(run.nodes()[0]):
+            if command in process.command():
+                os.kill(process.pid, signal.SIGKILL)
+
+
+CASES: list[tuple[Callable[..., str | None], list[str], str]] = [
+    (time_limit, ["cluster.time=2"], "step@attempt=1:pause-2000"),
+    (preempted_with_grace, [], PAUSE),
+    (preempted_at_once, ["cluster.partition=grace0"], PAUSE),
+    (node_power, [], PAUSE),
+    (killed_supervisor, [], PAUSE),
+    (killed_batch_script, [], PAUSE),
+    (left_alone, [], PAUSE),
+]
+
+
+def test_a_chain_carries_the_run_through_everything_and_leaves_nothing_in_the_queue(
+    site: Any, same: Callable[..., None]
+) -> None:
+    """Side by side on one cluster. While a run goes its successor waits; when it is finished nothing waits any more."""
+
+    def disturbed(number: int) -> tuple[Trial, str | None]:
+        disturb, overrides, failpoints = CASES[number]
+        run = site.launch(f"case{number}", CHAIN, "cluster.exclusive=true", *overrides, failpoints=failpoints)
+        return run, disturb(site, run)
+
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        runs = list(pool.map(disturbed, range(len(CASES))))
+    for run, cause in runs:
+        outcome = run.wait_end()
+        assert outcome.cause is Cause.FINISHED, run.story()
+        causes = [o.cause.value if o else None for o in run.outcomes()]
+        assert causes == ([] if cause == "" else [cause]) + ["finished"], run.story()
+        modes = [s.mode for s in submissions(run.dir)]
+        assert modes == ["sbatch"] + ["chain"] * len(causes)
+        same(run)
+    site.empty_queue()
