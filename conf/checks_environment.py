@@ -17,6 +17,8 @@ from .schema import ClusterKind, Config, ContainerRuntime
 # Options that have a field of their own (pyxis takes each only once).
 _PYXIS_FIELDS = {"container-image": "container.image", "container-mounts": "container.mounts"}
 _PYXIS_OURS = ("container-workdir",)
+# Variables that differ from node to node.
+_OF_ONE_NODE = ("SLURMD_NODENAME", "HOSTNAME", "SLURM_NODEID", "SLURM_PROCID")
 # Options of apptainer that keep the environment out, and with it how an agent finds its supervisor.
 _CLEANING = ("-e", "--cleanenv", "-C", "--containall")
 
@@ -31,6 +33,7 @@ def environment_rules(config: Config) -> Iterator[Problem]:
         return
     yield from _image(config)
     yield from _mounts(config)
+    yield from _local_dir(config)
     if runtime is ContainerRuntime.command:
         yield from _command(config)
     elif runtime is ContainerRuntime.pyxis:
@@ -129,6 +132,15 @@ def _mountable(field: str, value: str, runtime: ContainerRuntime, path: str) -> 
     if found:
         message = f"{runtime.value} cannot mount a path with {' '.join(map(repr, found))}; rename it, or link to it"
         yield Problem(field, value, message)
+
+
+def _local_dir(config: Config) -> Iterator[Problem]:
+    """The mounts stand in one line for all nodes, so the directory must have one name."""
+    text = config.cluster.local_dir or ""
+    own = [name for name in _OF_ONE_NODE if f"${name}" in text or f"${{{name}}}" in text]
+    if own:
+        message = f"with a container the directory must have the same name on all nodes; leave ${own[0]} out"
+        yield Problem("cluster.local_dir", text, message)
 
 
 def _command(config: Config) -> Iterator[Problem]:

@@ -30,7 +30,7 @@ from .state import State, look, queue_of
 CLEARING = 90.0  # seconds; KillWait is 30 by default
 UNDER_WAY = 900.0  # seconds for which a submission from another host may still be under way (submit.py gives up sooner)
 # What may change without making it another run.
-ALLOWED = ("cluster.", "tracking.", "resilience.", "checkpoint.", "train.steps", "train.micro_batch")
+ALLOWED = ("cluster.", "container.", "tracking.", "resilience.", "checkpoint.", "train.steps", "train.micro_batch")
 
 
 def main(argv: list[str]) -> int:

@@ -102,6 +102,11 @@ def test_nothing_is_wrong_with(container: dict[str, Any]) -> None:
         ({"modules": ["--force"]}, {}, "error: cluster.modules.0=--force: expected one module per entry"),
         ({"conda": ""}, {}, "error: cluster.conda=: expected an environment's name or prefix"),
         ({"local_dir": "scratch"}, {}, "error: cluster.local_dir=scratch: expected an absolute path on the nodes"),
+        (
+            {"local_dir": "/s/${HOSTNAME}"},
+            {"runtime": "apptainer", "image": "/x"},
+            "error: cluster.local_dir=/s/${HOSTNAME}: with a container the directory must have the same name on all",
+        ),
         ({"local_dir": "/s:1"}, {"runtime": "apptainer", "image": "/x"}, "error: cluster.local_dir=/s:1: apptainer c"),
     ],
 )  # fmt: skip

@@ -55,14 +55,20 @@ def test_files_grow_with_nodes_and_lie_in_the_run_directory_and_on_the_nodes(
     home.mkdir()
     for node in lab.cluster.nodes():
         (local / node).mkdir(parents=True)
+    project = tmp_path / "project"
+    project.mkdir()
+    subprocess.run(["git", "init", "-q", str(project)], check=True)
+    (project / "my_probe.py").write_text("import os\nprint('caches in', os.environ['TRITON_CACHE_DIR'], flush=True)\n")
     monkeypatch.setenv("HOME", str(home))
     # Where the packages lie is not written to, though it could be.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    shared = tree(venv)
+    shared = tree(venv) | tree(project)
     before = {node: on_node(lab, node) for node in lab.cluster.nodes()}
     common = ["train.steps=6", "checkpoint.interval=3", "train.micro_batch=1", "cluster.stage_env=true"]
     common += [f"cluster.python={venv}/bin/python", f"cluster.local_dir={local}/$SLURMD_NODENAME"]
-    runs = [lab.launch(f"ranks{n}", *common, f"cluster.procs_per_node={n}", failpoints="") for n in (1, 4)]
+    common += ["plugins=[my_probe]"]
+    ranks = [[f"cluster.procs_per_node={n}"] for n in (1, 4)]
+    runs = [lab.launch(f"ranks{k}", *common, *n, failpoints="", cwd=project) for k, n in enumerate(ranks)]
     for run in runs:
         assert run.wait_end().cause is Cause.FINISHED, run.story()
     few, many = runs
@@ -91,12 +97,16 @@ def test_files_grow_with_nodes_and_lie_in_the_run_directory_and_on_the_nodes(
         assert {e["writer"] for e in staged} == set(run.nodes())
         for event in staged:
             assert event["directory"].startswith(f"{local}/{event['writer']}/stoker-{os.getuid()}/env-")
+        for node in run.nodes():
+            log = (run.dir.attempt(1).path / "logs" / f"{node}.log").read_text()
+            assert f"caches in {local}/{node}/stoker-{os.getuid()}/" in log
     # Nothing anywhere else.
-    assert tree(venv) == shared
+    assert tree(venv) | tree(project) == shared
     assert list(home.rglob("*")) == []
     assert {node: on_node(lab, node) for node in lab.cluster.nodes()} == before
     assert {p.name for p in tmp_path.iterdir()} == {
         "venv",
+        "project",
         "home",
         "local",
         ".envs",
