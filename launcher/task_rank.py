@@ -61,12 +61,13 @@ class Rank:
         self._stop_signal = signal.Signals(spec["stop_number"])
         self._files, self._segment, self._channel, self._writer = files, segment, channel, writer
         self._lines = Lines(f"[{self.rank}] ")
-        self._step, self._sequence = 0, 0
+        self._step, self._sequence = 0, 0  # as the agent sees it
+        self._seen, self._first = 0, 0  # steps of the newest heartbeat, and of the first one
         self._is_beating = self._is_held = self._is_asked = False
         self._stamp: int | None = None  # of the heartbeat file
         self._since = time.monotonic()  # of the last heartbeat
         self._intervals: deque[float] = deque(maxlen=31)
-        self._metrics_read, self._told_step, self._told_at = 0, 0, self._since
+        self._metrics_read, self._told_step, self._told_at, self._has_metrics = 0, 0, self._since, False
         self._outside: signal.Signals | None = None  # Slurm, or somebody, signalled the whole step
         self.has_closed_output = False
         self.pipe, theirs = os.pipe()
@@ -124,12 +125,14 @@ class Rank:
         if stamp == self._stamp:
             return
         words = [int(word) for word in text.split()[:2] if word.isdigit()]
+        if words:
+            self._seen = words[0]
         if words and not self._is_held:
             self._step, self._sequence = words[0], words[1] if len(words) > 1 else 0
         if self._is_beating:
             self._intervals.append(now - self._since)
         else:
-            self._told_step = max(self._told_step, self._step)  # where it began; another attempt did that step
+            self._first = self._seen
         self._stamp, self._since, self._is_beating = stamp, now, True
 
     def _beat(self, now: float) -> None:
@@ -150,14 +153,15 @@ class Rank:
                 text = f"[{self.rank}] stoker: not taken as metrics, expected a JSON object with an integer step: "
                 self._writer.log(self._files.log, text.encode() + line[:200] + b"\n")
                 continue
-            self._told_step, self._told_at = record["step"], now
+            self._told_step, self._told_at, self._has_metrics = record["step"], now, True
             self._writer.append(path, to_json({"time": round(time.time(), 3)} | record))
-        if self._is_beating and self._step > self._told_step and now - self._told_at > EVERY:
+        # Where it began, another attempt did the step and may have said more of it.
+        if self._seen > max(self._told_step, self._first) and now - self._told_at > EVERY:
             self._tell_step(path, now)
 
     def _tell_step(self, path: Path, now: float) -> None:
-        self._told_step, self._told_at = self._step, now
-        self._writer.append(path, to_json({"step": self._step, "time": round(time.time(), 3)}))
+        self._told_step, self._told_at = self._seen, now
+        self._writer.append(path, to_json({"step": self._seen, "time": round(time.time(), 3)}))
 
     def _new_metrics(self) -> list[bytes]:
         """Whole lines that came since the last look."""
@@ -205,7 +209,7 @@ class Rank:
             now = time.monotonic()
             self._listen(now)
             self._take_metrics(self._files.metrics, now)
-            if self._is_beating and self._step > self._told_step:
+            if not self._has_metrics and self._seen > self._told_step:
                 self._tell_step(self._files.metrics, now)
         error = b""
         with contextlib.suppress(BlockingIOError):
