@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from . import slurm_text
 from .policy_types import JobFate
 from .run.outcome import Cause
 
-_FIELD = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_/:]*)=(\S*)")
 _NONE = {"", "None", "N/A", "Unknown", "(null)", "Invalid"}
 _AS_OF = re.compile(r"Configuration data as of (\S+)")
 TIMEOUT = 15.0  # seconds for one Slurm command
@@ -26,7 +26,7 @@ TIMEOUT = 15.0  # seconds for one Slurm command
 
 @dataclass(frozen=True)
 class JobInfo:
-    """Fields of `scontrol show job`; the text form is the same from 22.05 to 25.05.
+    """Fields of `scontrol show job`.
 
     `clock`: the controller's Unix time minus our monotonic clock. Its times are its own clock's, which may be minutes
     from this node's. RunTime does not help: scontrol works it out with the clock of the node it runs on.
@@ -75,8 +75,8 @@ def _unix(text: str) -> float | None:
 
 
 def parse(text: str, clock: float | None = None) -> JobInfo:
-    """Parse one record of `scontrol show job`. Values with spaces are cut at the first; none of ours has any."""
-    return JobInfo(dict(_FIELD.findall(text)), clock)
+    """The first record of `scontrol show job`."""
+    return JobInfo(next(iter(slurm_text.records(text, "JobId")), {}), clock)
 
 
 _LIVE = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "CONFIGURING", "RESIZING", "STAGE_OUT"}
@@ -117,7 +117,7 @@ def slurm_name(environ: Mapping[str, str]) -> str:
 
 def query(job_id: str, clock: float | None = None) -> JobInfo | None:
     """None if Slurm does not answer, or scontrol is not here."""
-    done = command(["scontrol", "--oneliner", "show", "job", job_id])
+    done = command(["scontrol", "show", "job", job_id])
     return parse(done.stdout, clock) if done is not None and done.returncode == 0 else None
 
 

@@ -1,19 +1,27 @@
 """What the live Slurm would not do as the configuration wishes, found before submission.
 
-Owns: holding cluster.* and resilience.* against partitions and slurm.conf. Pure but for `live`, which asks Slurm.
+Owns: which findings stop a launch and which are only said. Errors are what sbatch would refuse or leave waiting for
+ever; warnings what will not work as hoped. One partition's answer is lints_job.py's. Pure but for `live`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..conf.checks_cluster import CHECK_INTERVAL
-from ..conf.schema import Config, Continuation
-from ..conf.slurm_time import format_time, parse_time
-from . import site, slurm
+from ..conf.schema import Config, ContainerRuntime
+from ..conf.slurm_time import format_time
+from . import lints_preemption, site_ask, slurm
 from .errors import environment_error
-from .site import Partition
+from .lints_job import Job, fitting, job_of, refusals
+from .site import Association, Partition, Site, parse_licenses
+
+_LICENSE = re.compile(r"([\w.@-]+)(?:[:=](\d+))?", re.ASCII)
+_LICENSES = re.compile(rf"{_LICENSE.pattern}(?:,{_LICENSE.pattern})*", re.ASCII)
+_MOST_NAMES = 5  # of nodes in a message
 
 
 @dataclass(frozen=True)
@@ -32,69 +40,65 @@ def live(config: Config) -> Findings:
         raise environment_error(
             "no Slurm here (sbatch not found): use cluster=local, or run this where Slurm's commands are"
         )
-    partitions = site.partitions()
-    if not partitions:
+    found = _asked(config, refresh=False)
+    # An error must not come from what was true hours ago.
+    return _asked(config, refresh=True) if found.errors else found
+
+
+def _asked(config: Config, refresh: bool) -> Findings:
+    site = site_ask.ask(refresh)
+    if site is None:
         return Findings(warnings=["Slurm does not say which partitions it has (scontrol show partition); going on"])
-    return lint(config, partitions, site.configuration())
-
-
-def lint(config: Config, partitions: Sequence[Partition], settings: Mapping[str, str]) -> Findings:
-    """Errors are what sbatch would refuse or leave waiting for ever; warnings are what will not work as hoped."""
-    found = Findings()
-    chosen = _chosen(config, partitions, found)
-    if chosen:
-        _size(config, chosen, found)
-        _time(config, chosen, found)
-    _requeue(config, chosen, settings, found)
+    found = lint(config, site)
+    _reservation(config, site, found)
+    _licenses(config, found)
     return found
 
 
-def _chosen(config: Config, partitions: Sequence[Partition], found: Findings) -> list[Partition]:
+def lint(config: Config, site: Site, which: Callable[[str], str | None] = shutil.which) -> Findings:
+    """Hold a configuration against a site."""
+    found, job = Findings(), job_of(config.cluster)
+    chosen = _chosen(config, site, found)
+    if chosen:
+        answers = [refusals(job, partition, site) for partition in chosen]
+        if all(answers):  # sbatch takes the job if one of its partitions would
+            found.errors.extend(dict.fromkeys(line for answer in answers for line in answer))
+        else:
+            _waiting(job, [p for p, a in zip(chosen, answers, strict=True) if not a], site, found)
+        _default_time(config, chosen, found)
+    _names(job, site, found)
+    _accounts(config, chosen, site, found)
+    found.warnings.extend(lints_preemption.warnings(config, chosen, site))
+    _container(config, site, which, found)
+    return found
+
+
+def _chosen(config: Config, site: Site, found: Findings) -> list[Partition]:
     """The partitions the job may go to: sbatch takes a list."""
-    known = {p.name: p for p in partitions}
+    known = {p.name: p for p in site.partitions}
+    shown = ", ".join(p.name for p in site.partitions if not p.is_hidden)
     wanted = config.cluster.partition
     if not wanted:
-        default = [p for p in partitions if p.is_default]
+        default = [p for p in site.partitions if p.is_default]
         if not default:
-            found.errors.append(
-                f"cluster.partition=null: this Slurm has no default partition; choose one of {', '.join(known)}"
-            )
+            found.errors.append(f"cluster.partition=null: this Slurm has no default partition; choose one of {shown}")
         return default
     names = [name.strip() for name in wanted.split(",")]
     unknown = [name for name in names if name not in known]
     if unknown:
         found.errors.append(
-            f"cluster.partition={wanted}: there is no partition {', '.join(unknown)} here; known: {', '.join(known)}"
+            f"cluster.partition={wanted}: there is no partition {', '.join(unknown)} here; known: {shown}"
         )
     for name in names:
-        if name in known and not known[name].is_up:
-            found.warnings.append(f"cluster.partition={wanted}: partition {name} is not up; the job will wait")
+        if name in known and known[name].state == "DOWN":
+            found.warnings.append(f"cluster.partition={wanted}: partition {name} is down; jobs wait until it is up")
     return [known[name] for name in names if name in known]
 
 
-def _size(config: Config, chosen: Sequence[Partition], found: Findings) -> None:
-    nodes = config.cluster.nodes
-    limits = [min(p.total_nodes, p.max_nodes if p.max_nodes is not None else p.total_nodes) for p in chosen]
-    if nodes > max(limits):
-        offers = ", ".join(f"{p.name} {n}" for p, n in zip(chosen, limits, strict=True))
-        found.errors.append(f"cluster.nodes={nodes}: more than a job can get here ({offers} nodes)")
-
-
-def _time(config: Config, chosen: Sequence[Partition], found: Findings) -> None:
-    limits = [p.max_time for p in chosen]
-    highest = None if None in limits else max(n for n in limits if n is not None)
+def _default_time(config: Config, chosen: Sequence[Partition], found: Findings) -> None:
+    """Not asked for: the partition's default counts, which conf.checks cannot know."""
     if config.cluster.time:
-        try:
-            asked = parse_time(config.cluster.time)
-        except ValueError:
-            return  # conf.checks has said so
-        if highest is not None and (asked is None or asked > highest):
-            names = ", ".join(p.name for p in chosen)
-            found.errors.append(
-                f"cluster.time={config.cluster.time}: more than {names} allows ({format_time(highest)})"
-            )
         return
-    # Not asked for: the partition's default counts, which conf.checks cannot know.
     defaults = [p.default_time if p.default_time is not None else p.max_time for p in chosen]
     limit = None if None in defaults else min(n for n in defaults if n is not None)
     early = config.resilience.warning + CHECK_INTERVAL
@@ -105,18 +109,132 @@ def _time(config: Config, chosen: Sequence[Partition], found: Findings) -> None:
         )
 
 
-def _requeue(config: Config, chosen: Sequence[Partition], settings: Mapping[str, str], found: Findings) -> None:
-    if config.resilience.continuation is not Continuation.requeue:
-        return
+def _waiting(job: Job, chosen: Sequence[Partition], site: Site, found: Findings) -> None:
+    """Whether enough of the nodes that fit are in service, in any of the partitions."""
+    best: tuple[int, list[str]] | None = None
     for partition in chosen:
-        mode = partition.preempt_mode or settings.get("PreemptMode", "")
-        if "CANCEL" in mode.upper():
-            found.warnings.append(
-                f"partition {partition.name} has PreemptMode={mode}: a preempted job is cancelled there, not requeued; "
-                "`stoker resume` would go on with it"
-            )
-    if settings.get("JobRequeue") == "0":
+        hardware = site.hardware_of(partition)
+        if hardware is None:
+            return
+        names = fitting(job, hardware)
+        away = [name for name in names if name in site.out_of_service]
+        if best is None or len(names) - len(away) > best[0]:
+            best = len(names) - len(away), away
+    if best is not None and best[0] < job.cluster.nodes:
         found.warnings.append(
-            "this Slurm has JobRequeue=0: jobs are not requeued unless they ask for it, as this one does; "
-            "if the site forbids it all the same, `stoker resume` goes on with an ended run"
+            f"cluster.nodes={job.cluster.nodes}: {best[0]} of the nodes that fit are in service now; the job waits for "
+            f"the others ({_named(best[1], site)})"
         )
+    away = [name for name in job.nodelist if name in site.out_of_service]
+    if away:
+        found.warnings.append(
+            f"cluster.nodelist={job.cluster.nodelist}: the job waits for nodes out of service ({_named(away, site)})"
+        )
+
+
+def _named(nodes: Sequence[str], site: Site) -> str:
+    shown = [f"{n} {': '.join(w for w in site.out_of_service[n] if w and w != 'none')}" for n in nodes[:_MOST_NAMES]]
+    return "; ".join([*shown, *(["..."] if len(nodes) > _MOST_NAMES else [])])
+
+
+def _names(job: Job, site: Site, found: Findings) -> None:
+    """Nodes and features that there are not, wherever the job goes."""
+    if not site.sees_all_nodes:
+        return
+    known = {name for h in site.inventory.hardware for name in h.names}
+    for name, nodes in (("exclude", job.exclude), ("nodelist", job.nodelist)):
+        unknown = [node for node in nodes if node not in known]
+        if unknown:
+            found.errors.append(
+                f"cluster.{name}={getattr(job.cluster, name)}: there is no node {', '.join(unknown[:_MOST_NAMES])} "
+                "here; `sinfo -N` lists them"
+            )
+    features = {name for h in site.inventory.hardware for name in h.features}
+    lacking = [name for name in job.features if name not in features]
+    if lacking and site.settings.get("NodeFeaturesPlugins", "(null)") == "(null)":
+        found.errors.append(
+            f"cluster.constraint={job.cluster.constraint}: no node has the feature {', '.join(lacking)}; "
+            f"there are: {', '.join(sorted(features)) or 'none'}"
+        )
+
+
+def _accounts(config: Config, chosen: Sequence[Partition], site: Site, found: Findings) -> None:
+    cluster, accounting = config.cluster, site.inventory.accounting
+    given = [name for name in ("account", "qos") if getattr(cluster, name)]
+    if given and not site.has_accounts and "AccountingStorageType" in site.settings:
+        found.warnings.extend(
+            f"cluster.{n}={getattr(cluster, n)}: no effect, this Slurm has no accounts" for n in given
+        )
+    for partition in chosen:
+        allowed = partition.allow_accounts
+        if cluster.account and allowed is not None and cluster.account not in allowed:
+            # Newer Slurm takes accounts below these, too; the tree of accounts is not visible here.
+            found.warnings.append(
+                f"cluster.account={cluster.account}: partition {partition.name} takes only {', '.join(allowed)}; "
+                "if yours is not below one of them, the job waits for ever"
+            )
+    if accounting is None or not accounting.associations:
+        return
+    mine = _mine(cluster.account, accounting.associations)
+    if cluster.account and not mine and site.enforces("associations"):
+        accounts = ", ".join(dict.fromkeys(a.account for a in accounting.associations))
+        found.errors.append(f"cluster.account={cluster.account}: you may not charge it; yours: {accounts}")
+    if cluster.qos and site.enforces("qos"):
+        names = [q.name for q in accounting.qos]
+        allowed_qos = list(dict.fromkeys(name for a in mine for name in a.qos))
+        if cluster.qos not in names:
+            found.errors.append(f"cluster.qos={cluster.qos}: there is no such QOS here; known: {', '.join(names)}")
+        elif mine and all(a.qos for a in mine) and cluster.qos not in allowed_qos:
+            found.errors.append(f"cluster.qos={cluster.qos}: you may not use it; yours: {', '.join(allowed_qos)}")
+
+
+def _mine(account: str | None, associations: Sequence[Association]) -> list[Association]:
+    return [a for a in associations if account is None or a.account == account.lower()]
+
+
+def _container(config: Config, site: Site, which: Callable[[str], str | None], found: Findings) -> None:
+    """Said, not refused: nodes may have what this machine has not."""
+    runtime = config.container.runtime
+    if runtime is ContainerRuntime.pyxis and site.inventory.has_pyxis is False:
+        found.warnings.append(
+            "container.runtime=pyxis: srun here knows no --container-image; if it is so on the nodes, too, nothing "
+            "starts: ask the site, or take container.runtime=apptainer (`stoker site --probe` looks on a node)"
+        )
+    is_there = which("apptainer") or which("singularity")
+    if runtime is ContainerRuntime.apptainer and not is_there and not config.cluster.modules:
+        found.warnings.append(
+            "container.runtime=apptainer: neither apptainer nor singularity is on the PATH here; if it is so on the "
+            "nodes, too, name their module in cluster.modules (`stoker site --probe` looks on a node)"
+        )
+
+
+def _reservation(config: Config, site: Site, found: Findings) -> None:
+    name = config.cluster.reservation
+    if not name or "reservations" in site.settings.get("PrivateData", ""):
+        return
+    reply = site_ask.reservation(name)
+    if reply.code != 0 and "not found" in reply.out + reply.err:
+        found.errors.append(
+            f"cluster.reservation={name}: there is none of this name; `scontrol show reservation` lists them"
+        )
+
+
+def _licenses(config: Config, found: Findings) -> None:
+    wanted = config.cluster.licenses
+    if not wanted:
+        return
+    reply = site_ask.licenses()
+    if reply.code == 0:
+        found.errors.extend(license_problems(wanted, parse_licenses(reply.out)))
+
+
+def license_problems(wanted: str, totals: Mapping[str, int]) -> list[str]:
+    """What cannot be had of `NAME:COUNT,...`."""
+    problems = []
+    for name, count in _LICENSE.findall(wanted) if _LICENSES.fullmatch(wanted) else ():
+        if name not in totals:
+            known = ", ".join(totals) or "none"
+            problems.append(f"cluster.licenses={wanted}: there is no license {name} here; known: {known}")
+        elif int(count or 1) > totals[name]:
+            problems.append(f"cluster.licenses={wanted}: there are {totals[name]} of {name} in all; ask for no more")
+    return problems

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+
+from .. import slurm_text
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,11 @@ class Job:
 
 def parse_job(text: str) -> Job:
     """The first record of `scontrol show job`. Raises ValueError when it is none."""
+    fields = next(iter(slurm_text.records(text, "JobId")), {})
 
     def field(name: str, default: str = "") -> str:
-        match = re.search(rf"(?:^|\s){name}=(\S*)", text)
-        return match[1] if match and match[1] != "(null)" else default
+        found = fields.get(name, "(null)")
+        return found if found != "(null)" else default
 
     if not field("JobId") or not field("JobState"):
         raise ValueError(f"not a job: {text.strip()[:200]!r}")

@@ -8,7 +8,10 @@ import pytest
 from stoker.launcher import jobinfo
 from stoker.launcher.policy_types import JobFate
 
-RECORD = "JobId=7 JobName=x JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts={restarts} {more}"
+RECORD = """JobId=7 JobName=x
+   JobState={state} Reason={reason} Dependency=(null)
+   Requeue=1 Restarts={restarts} {more}
+"""
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,7 @@ def test_fate(state: str, reason: str, restarts: int, more: str, fate: JobFate) 
 
 
 def test_times_are_utc_and_none_is_no_time() -> None:
-    info = jobinfo.parse("EndTime=2026-11-30T12:00:00 PreemptTime=None StartTime=Unknown")
+    info = jobinfo.parse("JobId=7 EndTime=2026-11-30T12:00:00 PreemptTime=None StartTime=Unknown")
     assert info.time("EndTime") == 1796040000.0
     assert [info.time(n) for n in ("PreemptTime", "StartTime", "Absent")] == [None, None, None]
 

@@ -98,7 +98,7 @@ def test_all_problems_at_once_and_nothing_made(
 
 def partitions(name: str, total_nodes: int) -> str:
     line = f"PartitionName={name} Default=YES DefaultTime=NONE MaxNodes=UNLIMITED MaxTime=UNLIMITED State=UP"
-    return f'if [ "$2" = partition ]; then echo "{line} TotalNodes={total_nodes}"; fi'
+    return f'case "$*" in *partition) echo "{line} TotalNodes={total_nodes}";; esac'
 
 
 def test_secret_in_a_set_up_line_is_refused_without_showing_it(

@@ -1,84 +1,379 @@
-"""A launch held against the live Slurm."""
+"""A launch held against a site: tables of what is refused, what is warned of, and what must not be said."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from stoker.conf.schema import ClusterConfig, Config, Continuation, ResilienceConfig
-from stoker.launcher.lints import lint
-from stoker.launcher.site import Partition
+from stoker.conf.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    ContainerConfig,
+    ContainerRuntime,
+    Continuation,
+    ResilienceConfig,
+)
+from stoker.launcher.lints import license_problems, lint
+from stoker.launcher.site import Accounting, Association, Hardware, Inventory, Partition, Qos, Site
 
-MAIN = Partition("main", True, True, None, None, 4, None, "REQUEUE")
-SHORT = Partition("short", False, True, 3600, 600, 4, 2, "REQUEUE")
-SITE = {"JobRequeue": "1", "PreemptMode": "REQUEUE"}
+MAIN = Partition("main", is_default=True, total_nodes=4, preempt_mode="REQUEUE", grace_time=120)
+SHORT = Partition("short", max_time=3600, default_time=600, total_nodes=4, max_nodes=2, min_nodes=0)
+BIG = Partition("big", total_nodes=4, min_nodes=3, max_cpus=16, max_memory=100_000)
+ALL = ("main", "short", "big")
+# Two kinds of nodes; only the first have the disk.
+LARGE = Hardware(("n1", "n2", "n3"), ALL, 64, 500_000, 900_000, (("h100", 8),), ("ib", "rack1"))
+SMALL = Hardware(("n4",), ALL, 32, 250_000, 0, (("a100", 4),), ("ib",))
+SETTINGS = {
+    "JobRequeue": "1", "PreemptMode": "REQUEUE", "PreemptType": "preempt/partition_prio", "KillWait": "30 sec",
+    "AccountingStorageType": "accounting_storage/none", "NodeFeaturesPlugins": "(null)",
+}  # fmt: skip
+SITE = Site(SETTINGS, (MAIN, SHORT, BIG), {}, Inventory((LARGE, SMALL), None, False))
 
 
-def problems(
-    cluster: ClusterConfig,
-    partitions: tuple[Partition, ...] = (MAIN, SHORT),
-    settings: dict[str, str] = SITE,
-    resilience: ResilienceConfig | None = None,
-) -> tuple[list[str], list[str]]:
-    found = lint(Config(cluster=cluster, resilience=resilience or ResilienceConfig()), partitions, settings)
+def problems(site: Site = SITE, which: Any = lambda _: None, **parts: Any) -> tuple[list[str], list[str]]:
+    found = lint(Config(**parts), site, which)
     return found.errors, found.warnings
 
 
-def test_nothing_to_say() -> None:
-    assert problems(ClusterConfig(nodes=4, time="1-00:00:00")) == ([], [])
-    assert problems(ClusterConfig(nodes=2, time="60", partition="short")) == ([], [])
+def errors(site: Site = SITE, **cluster: Any) -> list[str]:
+    return problems(site, cluster=ClusterConfig(**cluster))[0]
 
 
-def test_unknown_partition_lists_the_known() -> None:
-    expected = "cluster.partition=gpu: there is no partition gpu here; known: main, short"
-    assert problems(ClusterConfig(partition="gpu")) == ([expected], [])
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        {"nodes": 4, "time": "1-00:00:00"},
+        {"nodes": 2, "time": "60", "partition": "short"},
+        {"nodes": 3, "gpus_per_node": 8, "gpu_type": "H100", "cpus_per_task": 64, "mem": "0"},
+        {"nodes": 4, "gpus_per_node": 4},
+        {"nodes": 4, "cpus_per_task": 32, "mem": "250000", "constraint": "ib"},
+        {"nodes": 3, "tmp": "800G", "constraint": "ib&rack1", "exclude": "n4"},
+        {"nodes": 4, "constraint": "rack1|ib"},
+        {"nodes": 2, "constraint": "[rack1*1&ib*1]"},  # not judged
+        {"nodes": 2, "nodelist": "n[1-2]"},
+        {"nodes": 3, "partition": "short,big", "time": "UNLIMITED"},  # short would not, big does
+        {"nodes": 4, "mem": "what", "time": "soon", "exclude": "n[", "tmp": "?"},  # conf's checks speak of these
+    ],
+)
+def test_what_the_site_can_do_is_not_spoken_of(cluster: dict[str, Any]) -> None:
+    assert problems(cluster=ClusterConfig(**cluster)) == ([], [])
 
 
-def test_one_of_several_partitions_is_unknown() -> None:
-    errors, _ = problems(ClusterConfig(partition="main,gpu"))
-    assert errors == ["cluster.partition=main,gpu: there is no partition gpu here; known: main, short"]
+@pytest.mark.parametrize(
+    ("cluster", "error"),
+    [
+        ({"partition": "gpu"}, "cluster.partition=gpu: there is no partition gpu here; known: main, short, big"),
+        ({"partition": "main,gpu"},
+         "cluster.partition=main,gpu: there is no partition gpu here; known: main, short, big"),
+        ({"nodes": 5}, "cluster.nodes=5: partition main has 4; ask for no more, or take another"),
+        ({"nodes": 3, "partition": "short"},
+         "cluster.nodes=3: partition short gives a job at most 2; ask for no more"),
+        ({"nodes": 2, "partition": "big"}, "cluster.nodes=2: partition big gives a job at least 3; ask for as many"),
+        ({"partition": "short", "time": "61"},
+         "cluster.time=61: partition short allows at most 01:00:00; ask for no more"),
+        ({"partition": "short", "time": "UNLIMITED"},
+         "cluster.time=UNLIMITED: partition short allows at most 01:00:00; ask for no more"),
+        ({"partition": "short", "time": "0"},
+         "cluster.time=0: partition short allows at most 01:00:00; ask for no more"),
+        ({"nodes": 3, "partition": "big", "cpus_per_task": 17},
+         "cluster.cpus_per_task=17: partition big gives a job at most 16 CPUs of a node; ask for no more"),
+        ({"nodes": 3, "partition": "big", "mem": "98G"},
+         "cluster.mem=98G: partition big gives a job at most 100000M of a node"),
+        ({"cpus_per_task": 65},
+         "cluster.cpus_per_task=65: no node fits in partition main (3 with 64 CPUs, 1 with 32 CPUs); "
+         "ask for less, or take another partition"),
+        ({"nodes": 4, "cpus_per_task": 64},
+         "cluster.cpus_per_task=64: only 3 nodes fit in partition main (3 with 64 CPUs, 1 with 32 CPUs); "
+         "ask for less, or take another partition"),
+        ({"gpus_per_node": 9},
+         "cluster.gpus_per_node=9: no node fits in partition main (3 with 8 GPUs h100, 1 with 4 GPUs a100); "
+         "ask for less, or take another partition"),
+        ({"gpus_per_node": 1, "gpu_type": "v100"},
+         "cluster.gpus_per_node=1 cluster.gpu_type=v100: no node fits in partition main (3 with 8 GPUs h100, 1 with 4 "
+         "GPUs a100); ask for less, or take another partition"),
+        ({"mem": "500001"},
+         "cluster.mem=500001: no node fits in partition main (3 with 500000 MiB, 1 with 250000 MiB); "
+         "ask for less, or take another partition"),
+        ({"nodes": 4, "tmp": "1000"},
+         "cluster.tmp=1000: only 3 nodes fit in partition main (3 with 900000 MB of local disk, 1 with 0 MB of local "
+         "disk); ask for less, or take another partition"),
+        ({"nodes": 4, "constraint": "rack1"},
+         "cluster.constraint=rack1: only 3 nodes fit in partition main (the features ib, rack1); "
+         "ask for less, or take another partition"),
+        ({"nodes": 3, "exclude": "n[1,2]"},
+         "cluster.exclude=n[1,2]: leaves 2 nodes of partition main, less than cluster.nodes=3; exclude fewer"),
+        ({"nodes": 3, "gpus_per_node": 8, "exclude": "n1"},
+         "cluster.gpus_per_node=8: only 2 nodes fit in partition main (3 with 8 GPUs h100, 1 with 4 GPUs a100); "
+         "ask for less, or take another partition"),
+        ({"nodelist": "n4", "cpus_per_task": 64},
+         "cluster.cpus_per_task=64: n4 of cluster.nodelist=n4 does not fit (1 with 32 CPUs)"),
+        ({"exclude": "n[4-5]"},
+         "cluster.exclude=n[4-5]: there is no node n5 here; `sinfo -N` lists them"),
+    ],
+)  # fmt: skip
+def test_what_slurm_would_refuse_is_one_error(cluster: dict[str, Any], error: str) -> None:
+    assert errors(**cluster) == [error]
 
 
-def test_no_default_partition() -> None:
-    errors, _ = problems(ClusterConfig(), partitions=(SHORT,))
-    assert errors == ["cluster.partition=null: this Slurm has no default partition; choose one of short"]
+def test_a_feature_that_no_node_has() -> None:
+    error = "cluster.constraint=ib&nvme: no node has the feature nvme; there are: ib, rack1"
+    assert error in errors(constraint="ib&nvme")
+    assert error.replace("ib&nvme", "ib&nvme|rack1") in errors(constraint="ib&nvme|rack1")
+    # Where nodes get their features at boot, those of now are not all.
+    changing = replace(SITE, settings=SETTINGS | {"NodeFeaturesPlugins": "node_features/helpers"})
+    assert error not in errors(changing, constraint="ib&nvme")
 
 
-def test_partition_that_is_down() -> None:
-    _, warnings = problems(ClusterConfig(partition="main"), partitions=(replace(MAIN, is_up=False),))
-    assert warnings == ["cluster.partition=main: partition main is not up; the job will wait"]
+def test_a_named_node_outside_of_the_partition() -> None:
+    site = replace(SITE, inventory=replace(SITE.inventory, hardware=(LARGE, replace(SMALL, partitions=("other",)))))
+    site = replace(site, partitions=(replace(MAIN, total_nodes=3), Partition("other", total_nodes=1)))
+    assert errors(site, nodelist="n4") == [
+        "cluster.nodelist=n4: n4 is not in partition main; name others, or another partition"
+    ]
 
 
-@pytest.mark.parametrize(("partition", "nodes", "limit"), [("main", 5, "main 4"), ("short", 3, "short 2")])
-def test_more_nodes_than_a_job_can_get(partition: str, nodes: int, limit: str) -> None:
-    errors, _ = problems(ClusterConfig(partition=partition, nodes=nodes))
-    assert errors == [f"cluster.nodes={nodes}: more than a job can get here ({limit} nodes)"]
+def test_two_needs_that_no_node_has_together() -> None:
+    assert errors(nodes=2, constraint="ib", gpus_per_node=4, gpu_type="a100", cpus_per_task=32) == [
+        "cluster.gpus_per_node=4 cluster.gpu_type=a100: only 1 node fits in partition main (3 with 8 GPUs h100, 1 with "
+        "4 GPUs a100); ask for less, or take another partition"
+    ]
+    assert errors(nodes=1, gpus_per_node=4, gpu_type="a100", tmp="1") == [
+        "cluster.gpus_per_node=4 cluster.gpu_type=a100 cluster.tmp=1: no node of partition main has all of it; "
+        "ask for less, or take another partition"
+    ]
 
 
-@pytest.mark.parametrize("time", ["61", "1:00:01", "UNLIMITED", "2-0"])
-def test_longer_than_the_partition_allows(time: str) -> None:
-    errors, _ = problems(ClusterConfig(partition="short", time=time))
-    assert errors == [f"cluster.time={time}: more than short allows (01:00:00)"]
+def test_nodes_that_cannot_be_seen_are_not_judged() -> None:
+    """Powered down in a cloud, or hidden by PrivateData."""
+    cloud = replace(SITE, inventory=replace(SITE.inventory, hardware=(LARGE,)))
+    hidden = replace(SITE, inventory=replace(SITE.inventory, hardware=()))
+    asked = {"nodes": 4, "gpus_per_node": 99, "cpus_per_task": 999, "constraint": "x", "nodelist": "n9"}
+    assert errors(cloud, **asked) == errors(hidden, **asked) == []
+
+
+@pytest.mark.parametrize("state", ["DRAIN", "INACTIVE"])
+def test_a_partition_that_takes_no_jobs(state: str) -> None:
+    site = replace(SITE, partitions=(replace(MAIN, state=state), SHORT, BIG))
+    assert errors(site, partition="main") == [
+        f"cluster.partition=main: partition main is set to {state} and takes no jobs; take one that is up "
+        "(short, big), or wait until it is"
+    ]
+
+
+def test_a_partition_that_is_down_makes_wait() -> None:
+    site = replace(SITE, partitions=(replace(MAIN, state="DOWN"), SHORT, BIG))
+    expected = ["cluster.partition=main: partition main is down; jobs wait until it is up"]
+    assert problems(site, cluster=ClusterConfig(partition="main")) == ([], expected)
+
+
+def test_no_default_partition_and_a_hidden_one_that_is_known_all_the_same() -> None:
+    site = replace(SITE, partitions=(SHORT, replace(BIG, is_hidden=True)))
+    assert errors(site) == ["cluster.partition=null: this Slurm has no default partition; choose one of short"]
+    assert errors(site, partition="big", nodes=3) == []
+
+
+def test_a_partition_for_reservations_only() -> None:
+    site = replace(SITE, partitions=(replace(MAIN, needs_reservation=True),))
+    assert errors(site) == ["cluster.reservation=null: partition main takes only jobs with a reservation; name yours"]
+    assert errors(site, reservation="mine") == []
+
+
+def test_too_few_nodes_in_service_make_wait() -> None:
+    site = replace(SITE, out_of_service={"n2": ("drained", "ECC errors: GPU 3"), "n4": ("down*", "none")})
+    _, warnings = problems(site, cluster=ClusterConfig(nodes=3, gpus_per_node=8))
+    assert warnings == [
+        "cluster.nodes=3: 2 of the nodes that fit are in service now; the job waits for the others "
+        "(n2 drained: ECC errors: GPU 3)"
+    ]
+    assert problems(site, cluster=ClusterConfig(nodes=2, gpus_per_node=8)) == ([], [])
+    _, warnings = problems(site, cluster=ClusterConfig(nodes=1, nodelist="n4"))
+    assert warnings == ["cluster.nodelist=n4: the job waits for nodes out of service (n4 down*)"]
 
 
 def test_default_time_too_short_for_the_warning() -> None:
-    errors, _ = problems(ClusterConfig(partition="short"), resilience=ResilienceConfig(warning=570))
-    assert errors == [
+    found, _ = problems(cluster=ClusterConfig(partition="short"), resilience=ResilienceConfig(warning=570))
+    assert found == [
         "cluster.time=null: the partition's default is 00:10:00, and the warning may come 600 s before that "
         "(resilience.warning), so before the run starts; ask for more time"
     ]
 
 
+ENFORCED = SETTINGS | {
+    "AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "associations,limits,qos"
+}  # fmt: skip
+QOS = (
+    Qos("normal"),
+    Qos("short", max_time=1800, max_tres=(("node", 2), ("gres/gpu", 12))),
+    Qos("wide", max_tres_user=(("cpu", 100),), group_tres=(("mem", 1000),)),
+    Qos("free", flags=("PartitionTimeLimit", "PartitionMaxNodes", "OverPartQOS")),
+    Qos("lone", max_submit_user=1),
+    Qos("taken"),
+)
+MINE = (Association("acct", qos=("normal", "short", "wide", "free", "lone"), max_submit=1), Association("root"))
+BANK = replace(SITE, settings=ENFORCED, inventory=replace(SITE.inventory, accounting=Accounting(QOS, MINE)))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "error"),
+    [
+        ({"account": "nope"}, "cluster.account=nope: you may not charge it; yours: acct, root"),
+        ({"qos": "vip"},
+         "cluster.qos=vip: there is no such QOS here; known: normal, short, wide, free, lone, taken"),
+        ({"account": "acct", "qos": "taken"},
+         "cluster.qos=taken: you may not use it; yours: normal, short, wide, free, lone"),
+        ({"qos": "short", "time": "31"}, "cluster.time=31: QOS short allows at most 00:30:00; ask for no more"),
+        ({"qos": "short", "nodes": 3},
+         "cluster.nodes=3: that is node=3 in all, and QOS short gives a job 2; ask for less"),
+        ({"qos": "short", "nodes": 2, "gpus_per_node": 8},
+         "cluster.gpus_per_node=8: that is gres/gpu=16 in all, and QOS short gives a job 12; ask for less"),
+        ({"qos": "wide", "nodes": 4, "cpus_per_task": 26},
+         "cluster.cpus_per_task=26: that is cpu=104 in all, and QOS wide gives a user 100; ask for less"),
+        ({"qos": "wide", "nodes": 2, "mem": "501M"},
+         "cluster.mem=501M: that is mem=1002 in all, and QOS wide gives all jobs together 1000; ask for less"),
+    ],
+)  # fmt: skip
+def test_what_the_accounts_do_not_allow_is_one_error(cluster: dict[str, Any], error: str) -> None:
+    assert errors(BANK, **cluster) == [error]
+
+
+def test_a_qos_may_lift_a_partitions_limits() -> None:
+    assert errors(BANK, partition="short", qos="free", nodes=3, time="2:00:00") == []
+    assert len(errors(BANK, partition="short", qos="normal", nodes=3, time="2:00:00")) == 2
+    # It may be the default one.
+    assert errors(BANK, partition="short", nodes=3, time="2:00:00") == []
+    unread = replace(BANK, inventory=replace(BANK.inventory, accounting=None))
+    assert errors(unread, partition="short", qos="free", nodes=3, time="2:00:00") == []
+
+
+def test_a_partitions_own_qos_goes_before_the_jobs() -> None:
+    site = replace(BANK, partitions=(replace(MAIN, qos="short"), SHORT, BIG))
+    assert errors(site, qos="wide", time="31") == [
+        "cluster.time=31: QOS short allows at most 00:30:00; ask for no more"
+    ]
+    assert errors(site, qos="free", time="31") == []
+
+
+def test_limits_that_are_not_enforced_are_not_judged() -> None:
+    loose = replace(BANK, settings=ENFORCED | {"AccountingStorageEnforce": "none"})
+    assert errors(loose, account="nope", qos="short", nodes=4, time="40") == []
+
+
+def test_an_account_that_a_partition_does_not_take_is_warned_of() -> None:
+    site = replace(SITE, partitions=(replace(MAIN, allow_accounts=("zzz",)),), settings=ENFORCED)
+    assert problems(site, cluster=ClusterConfig(account="acct")) == (
+        [],
+        [
+            "cluster.account=acct: partition main takes only zzz; if yours is not below one of them, "
+            "the job waits for ever"
+        ],
+    )
+
+
+@pytest.mark.parametrize(("allowed", "denied"), [(("vip",), ()), (None, ("normal",))])
+def test_a_qos_that_a_partition_does_not_take(allowed: Any, denied: Any) -> None:
+    site = replace(SITE, partitions=(replace(MAIN, allow_qos=allowed, deny_qos=denied),), settings=ENFORCED)
+    (error,) = errors(site, qos="normal")
+    assert error.startswith("cluster.qos=normal: partition main ")
+    assert errors(site, qos="vip") == []
+
+
+def test_accounts_without_accounting_have_no_effect() -> None:
+    assert problems(cluster=ClusterConfig(account="mine")) == (
+        [],
+        ["cluster.account=mine: no effect, this Slurm has no accounts"],
+    )
+
+
+URGENT = Partition("urgent", total_nodes=4, tier=100, preempt_mode="OFF")
+
+
+def preempted(partition: Partition, continuation: Continuation = Continuation.requeue, **settings: str) -> list[str]:
+    site = replace(SITE, partitions=(partition, URGENT), settings=SETTINGS | settings)
+    site = replace(site, inventory=Inventory())
+    resilience = ResilienceConfig(continuation=continuation)
+    return problems(site, resilience=resilience, checkpoint=CheckpointConfig(interval=500))[1]
+
+
 def test_preemption_that_cancels_is_warned_of() -> None:
-    _, warnings = problems(ClusterConfig(), partitions=(replace(MAIN, preempt_mode="CANCEL"),))
-    assert len(warnings) == 1
-    assert warnings[0].startswith("partition main has PreemptMode=CANCEL: a preempted job is cancelled there")
+    cancelling = replace(MAIN, preempt_mode="CANCEL")
+    assert preempted(cancelling) == [
+        "partition main has PreemptMode=CANCEL: a preempted job is cancelled there, not requeued; "
+        "resilience.continuation=chain goes on in a second job (or `stoker resume`, by hand)"
+    ]
+    assert preempted(cancelling, Continuation.chain) == []
+
+
+def test_grace_too_short_to_save_is_warned_of() -> None:
+    assert preempted(replace(MAIN, grace_time=0)) == [
+        "partition main has GraceTime=0 and KillWait=30: a preempted run is killed after 30 s, which may be too short "
+        "to save; up to checkpoint.interval=500 steps are lost then"
+    ]
+    assert preempted(replace(MAIN, grace_time=60)) == []
+
+
+def test_nothing_is_said_of_preemption_where_there_is_none() -> None:
+    bad = replace(MAIN, preempt_mode="CANCEL", grace_time=0)
+    assert preempted(bad, PreemptType="preempt/none") == []
+    assert preempted(replace(bad, tier=100)) == []  # nothing stands above it
+    assert preempted(replace(bad, preempt_mode="OFF")) == []
+
+
+def test_suspension_is_told() -> None:
+    assert preempted(replace(MAIN, preempt_mode="GANG,SUSPEND")) == [
+        "partition main has PreemptMode=GANG,SUSPEND: a preempted run is stopped where it stands, and goes on later"
+    ]
+
+
+def test_preemption_between_qos() -> None:
+    qos = (Qos("low", grace_time=20, preempt_mode="cancel"), Qos("high", preempts=("low",)))
+    site = replace(
+        SITE, settings=ENFORCED | {"PreemptType": "preempt/qos"}, inventory=Inventory((), Accounting(qos, ()), None)
+    )
+    _, warnings = problems(site, cluster=ClusterConfig(qos="low"))
+    assert [w.partition(":")[0] for w in warnings] == [
+        "QOS low has PreemptMode=CANCEL",
+        "QOS low has GraceTime=20 and KillWait=30",
+    ]
+    assert problems(site, cluster=ClusterConfig(qos="high")) == ([], [])
 
 
 def test_site_without_requeue_is_warned_of_unless_it_does_not_matter() -> None:
-    site = SITE | {"JobRequeue": "0"}
-    _, warnings = problems(ClusterConfig(), settings=site)
-    assert len(warnings) == 1
-    assert "JobRequeue=0" in warnings[0]
-    never = ResilienceConfig(continuation=Continuation.none)
-    assert problems(ClusterConfig(), settings=site, resilience=never) == ([], [])
+    site = replace(SITE, settings=SETTINGS | {"JobRequeue": "0"})
+    (warning,) = problems(site)[1]
+    assert warning.startswith("this Slurm has JobRequeue=0: jobs are not requeued unless they ask for it")
+    assert problems(site, resilience=ResilienceConfig(continuation=Continuation.none)) == ([], [])
+
+
+@pytest.mark.parametrize(("cluster", "where"), [({"qos": "lone"}, "QOS lone"), ({"account": "acct"}, "account acct")])
+def test_a_chain_needs_two_jobs(cluster: dict[str, Any], where: str) -> None:
+    chain = ResilienceConfig(continuation=Continuation.chain)
+    assert problems(BANK, cluster=ClusterConfig(**cluster), resilience=chain)[1] == [
+        f"resilience.continuation=chain: keeps a second job waiting, and {where} lets you have 1 at a time "
+        "(MaxSubmitJobs); requeue needs only one"
+    ]
+    assert problems(BANK, cluster=ClusterConfig(**cluster)) == ([], [])
+
+
+def test_containers_that_are_not_here_are_warned_of() -> None:
+    def said(runtime: ContainerRuntime, which: Any = lambda _: None, **cluster: Any) -> list[str]:
+        return problems(SITE, which, container=ContainerConfig(runtime=runtime), cluster=ClusterConfig(**cluster))[1]
+
+    assert [w.partition(":")[0] for w in said(ContainerRuntime.pyxis)] == ["container.runtime=pyxis"]
+    assert [w.partition(":")[0] for w in said(ContainerRuntime.apptainer)] == ["container.runtime=apptainer"]
+    assert said(ContainerRuntime.apptainer, lambda name: name == "singularity" and "/usr/bin/singularity") == []
+    assert said(ContainerRuntime.apptainer, modules=["apptainer"]) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("matlab:2,ansys", []),
+        ("matlab:3", ["cluster.licenses=matlab:3: there are 2 of matlab in all; ask for no more"]),
+        ("foo", ["cluster.licenses=foo: there is no license foo here; known: matlab, ansys"]),
+        ("matlab:9|ansys", []),  # a choice: not judged
+    ],
+)
+def test_licenses(wanted: str, expected: list[str]) -> None:
+    assert license_problems(wanted, {"matlab": 2, "ansys": 1}) == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from stoker.launcher.site import Partition, parse_configuration, parse_partitions
 from stoker.launcher.slurm import Reply, is_sure_refusal, parse_job_id, parse_squeue, squeue
 
 
@@ -55,24 +54,6 @@ def test_only_known_ends_are_ends(state: str, is_over: bool) -> None:
 )  # fmt: skip
 def test_only_a_clear_refusal_is_one(reply: Reply, is_sure: bool) -> None:
     assert is_sure_refusal(reply) is is_sure
-
-
-def test_partitions() -> None:
-    text = (
-        "PartitionName=main AllowGroups=ALL Default=YES DefaultTime=NONE MaxNodes=UNLIMITED MaxTime=1-00:00:00 "
-        "PreemptMode=REQUEUE State=UP TotalCPUs=32 TotalNodes=4 SelectTypeParameters=NONE\n"
-        "PartitionName=debug Default=NO DefaultTime=00:10:00 MaxNodes=2 MaxTime=UNLIMITED PreemptMode=OFF State=DOWN "
-        "TotalNodes=4\n"
-    )
-    assert parse_partitions(text) == [
-        Partition("main", True, True, 86400, None, 4, None, "REQUEUE"),
-        Partition("debug", False, False, None, 600, 4, 2, "OFF"),
-    ]
-
-
-def test_configuration() -> None:
-    text = "Configuration data as of 2026-11-30T11:00:00\nJobRequeue              = 1\nPreemptMode = GANG,SUSPEND\n\n"
-    assert parse_configuration(text) == {"JobRequeue": "1", "PreemptMode": "GANG,SUSPEND"}
 
 
 def test_no_slurm_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
