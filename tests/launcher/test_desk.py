@@ -23,7 +23,7 @@ def test_questions_that_come_during_an_rpc_share_the_next_one() -> None:
     def slow(job: str) -> JobInfo:
         calls.append(job)
         assert going.wait(10.0)
-        return parse(f"JobState=RUNNING Restarts={len(calls)}")
+        return parse(f"JobId=7 JobState=RUNNING Restarts={len(calls)}")
 
     desk = Desk("7", slow)
     desk.ask(Question("warning"))

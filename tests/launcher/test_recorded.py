@@ -17,12 +17,6 @@ VERSIONS = ("22.05", "24.11", "25.05")
 pytestmark = pytest.mark.parametrize("version", VERSIONS)
 
 
-@pytest.fixture(autouse=True)
-def _utc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "UTC")
-    __import__("time").tzset()
-
-
 def text(version: str, name: str) -> str:
     return (RECORDED / version / f"{name}.txt").read_text()
 
