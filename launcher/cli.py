@@ -30,6 +30,7 @@ VERBS = {
     "plot": ("plot", "draw a run's loss, with what interrupted it (needs matplotlib)"),
     "data": ("data", "prepare data: `stoker data tokenize`"),
     "report": ("report", "a run as Markdown, or all for a bug report in one archive"),
+    "site": ("site_verb", "show what the Slurm here is, and write a cluster profile"),
     "cluster": ("rehearsal.cli", "a private Slurm cluster on this machine, to try things and break them"),
     "rehearse": ("rehearsal.rehearse", "break a small run in every way and report what it cost"),
     "demo": ("rehearsal.demo", "train on a private cluster, kill a node, watch the run finish"),
