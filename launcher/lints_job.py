@@ -126,6 +126,13 @@ def _limits(job: Job, partition: Partition, site: Site) -> Iterator[str]:
         )
     if partition.max_memory is not None and job.memory is not None and job.memory > partition.max_memory:
         yield f"cluster.mem={cluster.mem}: partition {name} gives a job at most {partition.max_memory}M of a node"
+    if partition.max_memory is not None and _read(parse_memory, cluster.mem) == 0:
+        sizes = [h.memory for h in site.hardware_of(partition) or ()]
+        if sizes and min(sizes) > partition.max_memory:
+            yield (
+                f"cluster.mem={cluster.mem}: stands for all memory of a node, and partition {name} gives a job at most "
+                f"{partition.max_memory}M; ask for that"
+            )
 
 
 def _may_override(job: Job, site: Site, flag: str) -> bool:

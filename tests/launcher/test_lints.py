@@ -81,6 +81,8 @@ def test_what_the_site_can_do_is_not_spoken_of(cluster: dict[str, Any]) -> None:
          "cluster.cpus_per_task=17: partition big gives a job at most 16 CPUs of a node; ask for no more"),
         ({"nodes": 3, "partition": "big", "mem": "98G"},
          "cluster.mem=98G: partition big gives a job at most 100000M of a node"),
+        ({"nodes": 3, "partition": "big", "mem": "0"},
+         "cluster.mem=0: stands for all memory of a node, and partition big gives a job at most 100000M; ask for that"),
         ({"cpus_per_task": 65},
          "cluster.cpus_per_task=65: no node fits in partition main (3 with 64 CPUs, 1 with 32 CPUs); "
          "ask for less, or take another partition"),
