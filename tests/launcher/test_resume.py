@@ -20,8 +20,8 @@ from stoker.launcher.run.outcome import Cause, Next, Outcome
 from stoker.launcher.run.submissions import new_submission, next_number, submissions
 
 SCONTROL = (
-    'if [ "$2" = partition ]; then echo "PartitionName=main Default=YES DefaultTime=NONE MaxNodes=UNLIMITED '
-    'MaxTime=UNLIMITED State=UP TotalNodes=4"; fi'
+    'case "$*" in *partition) echo "PartitionName=main Default=YES DefaultTime=NONE MaxNodes=UNLIMITED '
+    'MaxTime=UNLIMITED State=UP TotalNodes=4";; esac'
 )
 
 
@@ -88,7 +88,7 @@ def test_changes_are_kept_beside_the_submission_and_hold_on(run: RunDir, fake_sl
         ("~cluster.env.A", "~cluster.env.A: cannot change on resume"),
         ("cluster.nodez=2", "cluster.nodez: unknown key; did you mean cluster.nodes?"),
         ("cluster.nodes=two", "cluster.nodes=two"),
-        ("cluster.nodes=9", "cluster.nodes=9: more than a job can get here"),
+        ("cluster.nodes=9", "cluster.nodes=9: partition main has 4"),
         ("train.steps=6", "is at step 6 of train.steps=6; to train further"),
     ],
 )
