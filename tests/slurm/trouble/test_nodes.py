@@ -126,7 +126,7 @@ def test_clocks_that_are_off_move_no_deadline(lab: Any, same: Callable[..., None
     started = run.events("attempt_started")[0]
     (path,) = (run.dir.attempt(1).path / "events").glob("supervisor.jsonl")
     assert abs(started["time"] - 90.0 - path.stat().st_ctime) < 60.0  # the clock really is off
-    info = jobinfo.parse(lab.cluster.run(["scontrol", "-o", "show", "job", run.job_id], env={"TZ": "UTC0"}).stdout)
+    info = jobinfo.parse(lab.cluster.run(["scontrol", "show", "job", run.job_id], env={"TZ": "UTC0"}).stdout)
     begun = info.time("StartTime")
     assert begun is not None
     left = begun + 120.0 - time.time()
