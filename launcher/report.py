@@ -7,8 +7,10 @@ damaged runs, and where there is no Slurm. Standard library only.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from . import bundle as b
@@ -22,6 +24,7 @@ from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
 from .run.submissions import submissions
 from .running import running
+from .site_ask import ask
 from .stacks import is_wanted, stacks, text_of
 from .state import RunState, State, cluster_of, look, queue_of
 
@@ -110,9 +113,16 @@ def _add_slurm(made: b.Bundle) -> None:
         for name, command in asked:
             made.add(f"slurm/{job_id}-{name}.txt", _ask(command))
     if jobs:
+        made.try_add("slurm/site.json", _site)
         made.add("slurm/config.txt", _ask(["scontrol", "show", "config"]))
         made.add("slurm/partitions.txt", _ask(["scontrol", "show", "partition"]))
         made.add("slurm/nodes.txt", _ask(["sinfo", "-N", "-o", "%N %T %E"]))
+
+
+def _site() -> str:
+    """What `stoker site` knows; empty where Slurm does not answer."""
+    found = ask()
+    return "" if found is None else json.dumps(asdict(found), indent=2, default=str) + "\n"
 
 
 def _ask(command: list[str]) -> str:

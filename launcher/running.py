@@ -119,7 +119,8 @@ def srun_command(r: Running, nodes: list[str], *options: str) -> list[str]:
     assert r.job_id is not None
     count = str(len(nodes) or r.node_count)
     command = ["srun", f"--jobid={r.job_id}", "--overlap", f"--nodes={count}", f"--ntasks={count}"]
-    command += ["--ntasks-per-node=1", "--cpus-per-task=1", "--mpi=none", "--cpu-bind=none", "--export=ALL"]
+    cpus = f"--cpus-per-task={r.config['cluster']['cpus_per_task']}"
+    command += ["--ntasks-per-node=1", cpus, "--mpi=none", "--cpu-bind=none", "--export=ALL"]
     command += [f"--clusters={r.cluster}"] if r.cluster else []
     command += [f"--nodelist={','.join(nodes)}"] if nodes else []
     return [*command, f"--chdir={r.run.path}", *options]

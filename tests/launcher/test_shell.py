@@ -21,7 +21,7 @@ def at_work(make_run: Callable[..., RunDir]) -> Running:
     attempt = run.attempt(2)
     (attempt.path / "events").mkdir(parents=True)
     container: dict[str, Any] = {"runtime": "none", "options": ["--container-writable"], "mounts": []}
-    config = {"cluster": {"procs_per_node": 4, "local_dir": None, "gpus_per_node": 0, "env": {}},
+    config = {"cluster": {"procs_per_node": 4, "local_dir": None, "cpus_per_task": 8, "gpus_per_node": 0, "env": {}},
               "container": container | {"image": "img.sqsh", "python": "python3"},
               "data": {"sources": [], "tokenizer": None}}  # fmt: skip
     return Running(run, attempt, 1, "77", None, ("n1", "n2"), 2, "/usr/bin/python3", config)
@@ -30,7 +30,7 @@ def at_work(make_run: Callable[..., RunDir]) -> Running:
 def test_the_srun_line(at_work: Running) -> None:
     path = str(at_work.run.path)
     assert shell.srun_line(at_work, "n2", ["nvidia-smi", "-q"], has_terminal=True) == [
-        "srun", "--jobid=77", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1",
+        "srun", "--jobid=77", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=8",
         "--mpi=none", "--cpu-bind=none", "--export=ALL", "--nodelist=n2", f"--chdir={path}", "--quiet", "--pty",
         "/usr/bin/python3", f"{path}/bootstrap.py", "stoker.launcher.shell_node", path, "2", "n2", "--",
         "nvidia-smi", "-q",

@@ -76,6 +76,44 @@ def test_hanging_workers_tell_their_line_and_go_on(start: Callable[[int], int], 
     assert all(procfs.standing(pid) for pid in pids.values())
 
 
+OWN_SCRIPT = """
+import os, subprocess, sys
+from pathlib import Path
+from stoker.launcher.run.heartbeat import Heartbeat, Phase, Segment
+from stoker.launcher.run.layout import RunDir
+from stoker.launcher.run.stacks import offer
+offer(RunDir(Path(sys.argv[1])), 1, "zygote")
+import time
+segment = Segment.create("g2-r5")
+segment.beat(Heartbeat(2, Phase.STEP, 0, 9, 4, time.monotonic(), 0.1))
+child = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "5"})
+other = subprocess.Popen(["sleep", "600"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_program_of_the_users_own_is_told_by_the_kernel_and_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no py-spy
+    with subprocess.Popen(
+        [sys.executable, "-c", OWN_SCRIPT, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True,
+        start_new_session=True, env={**os.environ, "PATH": "/bin:/usr/bin"},
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            found = [t for t in targets(RunDir(tmp_path / "run"), 1, None) if t.offer.rank is not None]
+            assert [(t.offer.role, t.pid) for t in found] == [("g2-r5", child)]
+            (answer,) = collect(found, limit=1.0)
+            assert "a program of your own: its Python stacks need py-spy" in answer.state
+            assert answer.beat is not None
+            assert (answer.beat.step, answer.beat.sequence) == (9, 4)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_stopped_worker_is_told_by_the_kernel_and_the_others_are_not_waited_for(
     start: Callable[[int], int], tmp_path: Path
 ) -> None:
