@@ -13,7 +13,8 @@ from ..conf.secret_names import is_secret
 # Prefixes, or whole names.
 _OUTER_JOB = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "PMI_", "PMI2_", "PMIX_"),
-    *("STOKER_WARNED", "STOKER_SUBMISSION", "STOKER_NODE"),
+    *("STOKER_WARNED", "STOKER_SUBMISSION", "STOKER_NODE", "STOKER_INSIDE"),
+    *("STOKER_LOCAL_DIR", "STOKER_CODE", "STOKER_ENV_", "STOKER_STAGED"),
 )
 _OUTER_JOB_STAYS = ("SLURM_CONF", "SLURM_SACK_KEY")
 

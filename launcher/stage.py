@@ -79,6 +79,8 @@ def ensure(environment: Environment) -> None:
     tmp = temporary_name(archive)
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
+        # run_root may lie in the user's project, and every file there that git does not ignore is frozen with a run.
+        (archive.parent / ".gitignore").write_text("*\n", encoding="utf-8")
         with open(tmp, "xb") as out:
             _pack(environment.prefix, out)
             out.flush()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stoker.conf.load import to_plain
 from stoker.conf.schema import ClusterConfig, Config, ContainerConfig, ContainerRuntime, DataConfig, DataSource
 from stoker.launcher.container import entry, environment_inside
-from stoker.launcher.launch_agents import srun_command
+from stoker.launcher.launch_agents import launch_agents, srun_command
 from stoker.launcher.run.layout import RunDir
 
 RUN = "/lustre/me/runs/llama-1"
@@ -159,3 +160,26 @@ def test_what_points_into_the_hosts_python_stays_outside() -> None:
     }  # fmt: skip
     chosen = environment_inside(host, ["LD_LIBRARY_PATH", "PATH"], ["/py"])
     assert (chosen["LD_LIBRARY_PATH"], chosen["PATH"]) == ("/cuda/lib", host["PATH"]), "cluster.env is meant"
+
+
+def test_the_agents_environment_is_made_for_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def pretend(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        started.append((command, env))
+        return SimpleNamespace(stderr=None)
+
+    monkeypatch.setattr(subprocess, "Popen", pretend)
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setenv("STOKER_LOCAL_DIR", str(tmp_path))
+    run = RunDir(Path(RUN))
+    for runtime, container in (("none", {}), ("apptainer", {"image": "/x.sif"})):
+        launch_agents(run, run.attempt(1), config(runtime, **container), "h:1", "secret", "7")
+    (plain, plain_env), (inside, inside_env) = started
+    assert plain_env["PYTHONPATH"] == "/mine"
+    assert "STOKER_INSIDE" not in plain_env
+    assert "PYTHONPATH" not in inside_env
+    assert (inside_env["STOKER_INSIDE"], inside_env["STOKER_LOCAL_DIR"]) == ("apptainer", str(tmp_path))
+    assert f"{tmp_path}:{tmp_path}" in inside
+    assert inside_env["STOKER_TOKEN"] == "secret"
+    assert "secret" not in " ".join(plain + inside)

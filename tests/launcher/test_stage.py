@@ -145,7 +145,7 @@ def test_an_archive_is_made_once_and_anew_when_the_environment_changes(site: Sit
     (module,) = site.venv.glob("lib/*/*/inner/__init__.py")
     module.write_text("x = 1\n")
     assert packed(site).archive != first
-    assert sorted(first.parent.iterdir()) == sorted([first, packed(site).archive]), "no temporary file stays"
+    assert sorted(first.parent.glob("[!.]*")) == sorted([first, packed(site).archive]), "no temporary file stays"
 
 
 def test_a_failed_packing_leaves_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,15 @@ def test_a_failed_packing_leaves_nothing(site: Site, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stage, "_pack", full)
     with pytest.raises(UserError, match=r"cannot be packed: .*No space left"):
         packed(site)
-    assert list((site.root / stage.FOLDER).iterdir()) == []
+    assert [p.name for p in (site.root / stage.FOLDER).iterdir()] == [".gitignore"]
+
+
+def test_an_archive_in_the_users_project_is_not_frozen_with_the_next_run(site: Site) -> None:
+    project = site.root.parent
+    subprocess.run(["git", "init", "-q", str(project)], check=True)
+    archive = packed(site).archive
+    assert archive.is_relative_to(project)
+    assert not [name for name in code.collect(project).files if stage.FOLDER in name]
 
 
 def test_what_cannot_be_staged_is_refused(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

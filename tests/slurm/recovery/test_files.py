@@ -91,7 +91,7 @@ def test_files_grow_with_nodes_and_lie_in_the_run_directory_and_on_the_nodes(
         ]
     )
     # Both nodes of both runs worked from one archive, each unpacked to the node's own directory.
-    assert len(list((tmp_path / ".envs").iterdir())) == 1
+    assert len(list((tmp_path / ".envs").glob("*.tar"))) == 1
     for run in runs:
         staged = run.events("environment_staged")
         assert {e["writer"] for e in staged} == set(run.nodes())
