@@ -166,18 +166,18 @@ def unpack(archive: Path, name: str, parent: Path, by_content: bool = True, room
             if _free(base) < room:
                 raise OSError(errno.ENOSPC, f"{room / 1e9:.1f} GB are needed and {_free(base) / 1e9:.1f} GB free")
         tmp = Path(tempfile.mkdtemp(prefix=".tmp-", dir=base))
+        is_mine = False
         try:
             extract(archive, tmp)
             os.rename(tmp, directory)
-        except FileExistsError:
-            pass  # somebody was quicker
+            is_mine = True
         except OSError:
-            # Renaming onto a directory that is not empty: ENOTEMPTY or EEXIST, by file system.
+            # Somebody was quicker. Renaming onto a directory that is not empty: ENOTEMPTY or EEXIST, by file system.
             if not directory.exists():
                 raise
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
-        if _hold(directory) and is_intact(directory, by_content):
+        if _hold(directory) and (is_mine or is_intact(directory, by_content)):
             return directory
     raise BootstrapError(f"{base}: no intact copy of {archive} could be made; look into that directory")
 
