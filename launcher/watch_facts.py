@@ -18,15 +18,14 @@ from .run.effective import effective_config
 from .run.files import now_at
 from .run.layout import AttemptDir, RunDir
 from .run.outcome import Cause, Next, Outcome
-from .run.submissions import Submission, submissions
+from .run.submissions import Submission, is_called_off, series, submissions, successor_of
 from .run.views import made_progress
-from .state import Queue, State, attempts_of, jobs_of, look
+from .state import Queue, State, attempts_of, front_of, look, queue_of
 from .state import facts as state_facts
 from .summary import tail_records
 from .watch_checks import SITE_S_DOING, Facts, Limits
 
 RECENT = 3600.0  # seconds for which an event is worth a line
-_LAST = 3  # submissions of a run that may have a job in the queue
 # Events that a person should hear of, and the fields that say what it was.
 ALERTS = {
     "checkpoint_failed": ("error", "reason"),
@@ -53,7 +52,7 @@ def is_settled(run: RunDir) -> bool:
 
 def ask(runs: Iterable[RunDir]) -> Queue | None:
     """What Slurm says of the runs' jobs; None if it does not answer."""
-    return jobs_of([s for run in runs for s in submissions(run)[-_LAST:]])
+    return queue_of(runs)
 
 
 def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
@@ -63,10 +62,12 @@ def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
         OSError, ValueError: a file of the run is missing or damaged.
     """
     found = submissions(run)
+    links = series(found)
     state = look(run, queue)
     plain = effective_config(run)
     newest = found[-1] if found else None
-    job = _job(found, queue)
+    front = front_of(links, queue) if links else None
+    job = (queue or {}).get(front.job_id or "") if front else None
     attempts = run.all_attempts()
     last = attempts[-1] if attempts else None
     outcome = Outcome.read(last) if last else None
@@ -83,14 +84,14 @@ def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
         name=run.path.name,
         state=state,
         submission=newest.number if newest else 0,
-        mode=str(newest.intention.get("mode")) if newest else None,
-        is_cancelled=any(s.is_cancelled for s in found[-1:]),
+        mode=front.mode if front else None,
+        is_cancelled=bool(links) and is_called_off(links),
         queue_known=queue is not None,
-        has_job=newest is not None and newest.job_id is not None,
+        has_job=front is not None and front.job_id is not None,
         job=job,
         continuation=str(plain["resilience"]["continuation"]),
-        has_successor=_has_successor(found, queue),
-        attempts=len(attempts_of(run, newest)) if newest else 0,
+        has_successor=_has_successor(front, queue) if front else None,
+        attempts=len(attempts_of(run, *links)) if links else 0,
         outcome=outcome,
         waiting=now - worked,
         starting=starting,
@@ -102,8 +103,8 @@ def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
         node_states=_node_states(job) if suspicious and job else "",
         fruitless=fruitless(attempts),
         resumes=_resumes(found),
-        releases=len(release_marks(newest)) if newest else 0,
-        was_replaced=newest is not None and replaced_path(newest).exists(),
+        releases=len(release_marks(front)) if front else 0,
+        was_replaced=any(replaced_path(s).exists() for s in links),
         alerts=(_alerts(last, now) if last else ()) + _tracker_alert(run, now),
         free=disk.f_bavail / disk.f_blocks if disk.f_blocks else None,
         free_bytes=disk.f_bavail * disk.f_frsize,
@@ -136,18 +137,17 @@ def seconds_of(elapsed: str) -> float | None:
         return None
 
 
-def _job(found: Sequence[Submission], queue: Queue | None) -> slurm.QueuedJob | None:
-    """The job that works on the run; where none does, the newest."""
-    jobs = [job for s in found[-_LAST:] if (job := (queue or {}).get(s.job_id or "")) is not None]
-    working = [job for job in jobs if job.state in ("RUNNING", "COMPLETING", "SUSPENDED")]
-    return working[0] if working else jobs[-1] if jobs else None
-
-
-def _has_successor(found: Sequence[Submission], queue: Queue | None) -> bool | None:
+def _has_successor(front: Submission, queue: Queue | None) -> bool | None:
+    """Whether the next job of a chain waits, or is being submitted."""
+    after = successor_of(front.run, front.job_id or "")
+    if after is None or after.is_cancelled or after.refusal is not None:
+        return False
+    if after.job_id is None:
+        return True
     if queue is None:
         return None
-    jobs = [queue.get(s.job_id or "") for s in found[-_LAST:]]
-    return any(job is not None and job.state == "PENDING" for job in jobs) or any(s.job_id is None for s in found[-1:])
+    job = queue.get(after.job_id)
+    return job is not None and not job.is_over
 
 
 def _silence(now: float, sign: float | None, elapsed: float | None) -> tuple[float | None, float | None]:
@@ -194,9 +194,14 @@ def fruitless(attempts: Sequence[AttemptDir]) -> int:
 
 
 def _resumes(found: Sequence[Submission]) -> int:
+    """Series in a row, the newest first, that the watch began and in which nothing was done."""
     count = 0
     for s in reversed(found):
-        if s.intention.get("by") != "watch" or any(made_progress(a) for a in attempts_of(s.run, s)):
+        if any(made_progress(a) for a in attempts_of(s.run, s)):
+            break
+        if s.mode == "chain":
+            continue
+        if s.intention.get("by") != "watch":
             break
         count += 1
     return count
@@ -211,7 +216,7 @@ def _alerts(attempt: AttemptDir, now: float) -> tuple[str, ...]:
             continue
         for record in tail_records(path):
             name = str(record.get("event"))
-            # Events have the writer's clock, whose difference from the file's is that of its newest line.
+            # The writer's clock against the file's: minutes do not matter to an hour.
             if name in ALERTS and changed - float(record.get("time", 0.0)) < RECENT:
                 said[name] = _words(record, ALERTS[name])
     return tuple(f"{name}: {text}" for name, text in said.items())

@@ -16,7 +16,7 @@ from .errors import UserError, environment_error
 from .resume import CLEARING, resume
 from .run.files import create_json
 from .run.layout import RunDir
-from .run.submissions import Submission, submissions
+from .run.submissions import Submission, is_called_off, series, submissions
 from .state import cluster_of
 from .watch_checks import Facts, Fix
 from .watch_facts import release_marks, release_path, replaced_path
@@ -33,9 +33,11 @@ def apply(fix: Fix, run: RunDir, facts: Facts) -> str:
     found = submissions(run)
     if not found or found[-1].number != facts.submission:
         raise environment_error("somebody else has submitted it meanwhile")
-    if found[-1].is_cancelled:
+    links = series(found)
+    if is_called_off(links):
         raise environment_error("it was cancelled meanwhile")
-    return _ACTIONS[fix](run, found[-1], facts)
+    job_id = facts.job.job_id if facts.job else None
+    return _ACTIONS[fix](run, next((s for s in links if s.job_id == job_id), links[-1]), facts)
 
 
 def _release(run: RunDir, submission: Submission, facts: Facts) -> str:
@@ -54,7 +56,7 @@ def _resume(run: RunDir, submission: Submission, facts: Facts) -> str:
     if job_id and facts.job is None and not facts.was_replaced and slurm.was_cancelled(job_id, cluster_of(submission)):
         raise environment_error(f"job {job_id} was cancelled by scancel; `stoker resume` starts it again")
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        resume(run, [], by=NAME, number=submission.number + 1)
+        resume(run, [], by=NAME, number=facts.submission + 1)
     return f"resumed: {' '.join(said.getvalue().split('job:')[-1].split()) or 'submitted'}"
 
 
@@ -62,10 +64,13 @@ def _replace(run: RunDir, submission: Submission, facts: Facts) -> str:
     assert facts.job is not None
     job_id = facts.job.job_id
     create_json(replaced_path(submission), {"job_id": job_id, "silent": facts.silent})
-    reply = slurm.scancel([job_id], cluster_of(submission))
+    live = live_jobs(
+        submissions(run)
+    )  # of a chain also the next one: it would not go on after a job that was cancelled
+    reply = slurm.scancel([s.job_id or "" for s in live] or [job_id], cluster_of(submission))
     if reply.code != 0 and "Invalid job id" not in reply.err:
         raise environment_error(f"scancel {job_id}: {' '.join(reply.err.split()) or 'no answer'}")
-    if not poll(lambda: not live_jobs([submission]), CLEARING):
+    if not poll(lambda: not live_jobs(live), CLEARING):
         raise environment_error(f"job {job_id} was cancelled and does not end; the next look goes on")
     return f"ended job {job_id}; {_resume(run, submission, facts)}"
 
