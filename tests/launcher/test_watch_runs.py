@@ -112,6 +112,50 @@ def test_a_headless_job_is_known_by_its_silence(run: RunDir, fake_slurm: Any, ca
     assert watch(run) == 0
 
 
+@pytest.fixture
+def chain(run: RunDir) -> RunDir:
+    """Job 7 runs, job 8 waits behind it."""
+    plain = json.loads(run.config_json.read_text())
+    plain["resilience"]["continuation"] = "chain"
+    run.config_json.write_text(json.dumps(plain))
+    started(run)
+    new_submission(run, "chain", after="7", token="tok2").set_job("8")
+    return run
+
+
+BEHIND = row("8", "PENDING", "Dependency", "0:00")
+
+
+def test_a_chain_is_well_while_its_next_job_waits(chain: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    fake_slurm.program("squeue", row("7", "RUNNING") + BEHIND)
+    assert watch(chain) == 0
+    fake_slurm.program("squeue", row("7", "RUNNING") + row("8", "CANCELLED", "None", "0:00"))
+    assert watch(chain, "--fix") == 1
+    assert capsys.readouterr().out.startswith("r: chain: no next job waits; ")
+    assert len(submissions(chain)) == 2  # the running job may still see to it
+
+
+def test_of_a_headless_chain_both_jobs_end_before_it_is_resumed(chain: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    age(chain.attempt(1), 400.0)
+    fake_slurm.program("squeue", f'[ -e "$(dirname "$0")/ended" ] || {{ {row("7", "RUNNING")}{BEHIND}}}')
+    fake_slurm.program("scancel", 'touch "$(dirname "$0")/ended"')
+    fake_slurm.program("sbatch", "echo 9")
+    assert watch(chain, "--fix") == 1
+    assert capsys.readouterr().out.endswith(" -> ended job 7; resumed: 9\n")
+    assert fake_slurm.calls("scancel") == ["7 8"]
+    assert [s.job_id for s in submissions(chain)] == ["7", "8", "9"]
+    assert (chain.submissions / "0001.headless.json").exists()
+
+
+def test_a_watch_that_died_between_ending_and_resuming_is_carried_on(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    started(run)
+    (run.submissions / "0001.headless.json").write_text("{}")
+    fake_slurm.program("squeue", row("7", "CANCELLED"))
+    fake_slurm.program("sbatch", "echo 9")
+    assert watch(run, "--fix") == 1
+    assert capsys.readouterr().out.endswith(" -> resumed: 9\n")
+
+
 def test_a_clock_that_is_minutes_off_changes_no_age(
     run: RunDir, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
