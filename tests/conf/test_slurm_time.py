@@ -39,6 +39,9 @@ REFUSED = [
 ]  # fmt: skip
 # What sbatch lets through and takes for something else.
 ALSO_REFUSED = ["1-", "-5", "35791395", "2147483647", "99999999999", "24855-4"]
+BEGIN = ["now", "now+60", "now+2hours", "now+1week", "today", "tomorrow", "midnight", "noon", "fika", "teatime"]
+BEGIN += ["16:00", "16:00:30", "4:30pm", "2027-01-20", "2027-01-20T12:34", "2027-01-20T12:34:56", "01/20/27"]
+NO_BEGIN = ["now+", "now+10min", "now+1month", "now+1h", "Tomorrow", "x", "4pm", "2027-13-20", "20270120", "25:00"]
 
 
 @pytest.mark.parametrize("text", TAKEN)
@@ -88,6 +91,17 @@ def test_no_text_is_taken_for_less_than_a_minute(text: str) -> None:
     assert seconds is None or seconds >= 60
 
 
+@pytest.mark.parametrize("text", BEGIN)
+def test_a_begin_is_taken(text: str) -> None:
+    check_begin(text)
+
+
+@pytest.mark.parametrize("text", NO_BEGIN)
+def test_what_is_no_begin_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a time like now\+2hours, 16:00"):
+        check_begin(text)
+
+
 @given(st.text(st.sampled_from("nowtdaymrhus+0123456789:-/TAPM ")))
 def test_no_text_for_begin_does_worse_than_be_refused(text: str) -> None:
     with contextlib.suppress(ValueError):
@@ -100,12 +114,14 @@ def test_the_installed_sbatch_takes_and_refuses_the_same(tmp_path: Path) -> None
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n")
 
-    def is_taken(text: str) -> bool:
-        command = ["sbatch", f"--time={text}", "--no-such-option"]
+    def is_taken(text: str, option: str = "time") -> bool:
+        command = ["sbatch", f"--{option}={text}", "--no-such-option"]
         environment = os.environ | {"SLURM_CONF": str(conf)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
-        assert "Invalid --time" in done.stderr or "--no-such-option" in done.stderr, done.stderr
-        return "Invalid --time" not in done.stderr
+        assert f"Invalid --{option}" in done.stderr or "--no-such-option" in done.stderr, done.stderr
+        return f"Invalid --{option}" not in done.stderr
 
     assert [text for text in [*TAKEN, *UNLIMITED] if not is_taken(text)] == []
     assert [text for text in REFUSED if is_taken(text)] == []
+    assert [text for text in BEGIN if not is_taken(text, "begin")] == []
+    assert [text for text in NO_BEGIN if is_taken(text, "begin")] == []

@@ -17,7 +17,7 @@ from stoker.conf.slurm_gpus import Gpus, asked, listed
 from stoker.conf.slurm_hostlist import compress, expand
 from stoker.conf.slurm_jobid import parse_job_id
 from stoker.conf.slurm_memory import parse_memory
-from stoker.conf.slurm_time import check_begin, parse_time
+from stoker.conf.slurm_time import parse_time
 from stoker.launcher.rehearsal.cluster import Cluster, wait_until
 from stoker.launcher.rehearsal.spec import ClusterSpec
 from stoker.launcher.render import option_line, render, script_of
@@ -177,17 +177,6 @@ def test_time_limits_are_slurm_s(cluster: Cluster, count: int) -> None:
         ours, theirs = read(parse_time, text), made.get(text, "refused")
         # Without a limit the partition's counts, which has none.
         assert ours == (theirs if theirs == "refused" else parse_time(theirs)), (text, theirs)
-
-
-BEGIN = ["now", "now+60", "now+2hours", "now+1week", "today", "tomorrow", "midnight", "noon", "fika", "teatime"]
-BEGIN += ["16:00", "16:00:30", "4:30pm", "2027-01-20", "2027-01-20T12:34", "2027-01-20T12:34:56", "01/20/27"]
-NO_BEGIN = ["now+", "now+10min", "now+1month", "now+1h", "Tomorrow", "x", "4pm", "2027-13-20", "20270120", "25:00"]
-
-
-def test_begin_times_are_slurm_s(cluster: Cluster) -> None:
-    assert [text for text in BEGIN if read(check_begin, text) == "refused"] == []
-    assert [text for text in NO_BEGIN if read(check_begin, text) != "refused"] == []
-    assert set(made_of(cluster, "begin", [*BEGIN, *NO_BEGIN], "EligibleTime")) == set(BEGIN)
 
 
 def test_gpus_are_slurm_s(cluster: Cluster) -> None:
