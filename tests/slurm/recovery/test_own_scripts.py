@@ -125,7 +125,7 @@ def test_power_cut_of_a_node_goes_on_from_the_last_checkpoint(lab: Any, launch: 
 
 
 def test_a_killed_and_then_a_hung_process_are_replaced_in_place(lab: Any, launch: Any, same: Any) -> None:
-    run = launch("own-hang", "resilience.hang_timeout=4")
+    run = launch("own-hang", "resilience.hang_timeout=10")
     run.wait_step(12)
     os.kill(process_of(lab, run, 1), signal.SIGKILL)
     wait_for(lambda: len(run.events("form")) == 2, lambda: f"a second generation of {run.story()}")
