@@ -9,7 +9,9 @@ import tarfile
 from typing import Any
 
 import pytest
+from stoker.launcher import procfs
 from stoker.launcher.rehearsal.trial import wait_for
+from stoker.launcher.run.stacks import Offer
 
 pytestmark = pytest.mark.slurm
 
@@ -59,7 +61,7 @@ def test_a_hung_run_is_looked_into_while_it_goes_on(lab: Any) -> None:
         stopped = lab.stoker("stacks", path, "--rank", "0")
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert "  stopped" in "\n".join(stopped.splitlines()), stopped
+    assert "\n  stopped" in stopped
     assert "[1]" not in stopped
     assert run.events("worker_exited") == []
 
@@ -69,5 +71,10 @@ def behind(text: str) -> str:
 
 
 def worker_on(lab: Any, node: str) -> int:
-    """Its worker has the youngest of the processes called after the zygote."""
-    return max(p.pid for p in lab.cluster.processes_on(node) if "stoker.train.zygote" in p.command())
+    """The process that has made a rank's offer, and not one that inherited it."""
+    for p in lab.cluster.processes_on(node):
+        for _, link in procfs.links(p.pid):
+            offer = Offer.parse(link)
+            if offer is not None and offer.rank is not None and procfs.own_pid(p.pid) == offer.pid:
+                return int(p.pid)
+    raise AssertionError(f"no worker on {node}")
