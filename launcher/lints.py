@@ -21,6 +21,7 @@ from .site import Association, Partition, Site, parse_licenses
 
 _LICENSE = re.compile(r"([\w.@-]+)(?:[:=](\d+))?", re.ASCII)
 _LICENSES = re.compile(rf"{_LICENSE.pattern}(?:,{_LICENSE.pattern})*", re.ASCII)
+FRESH = 60.0  # seconds; an error must not come from what was true longer ago
 _MOST_NAMES = 5  # of nodes in a message
 
 
@@ -40,13 +41,14 @@ def live(config: Config) -> Findings:
         raise environment_error(
             "no Slurm here (sbatch not found): use cluster=local, or run this where Slurm's commands are"
         )
-    found = _asked(config, refresh=False)
-    # An error must not come from what was true hours ago.
-    return _asked(config, refresh=True) if found.errors else found
+    site = site_ask.ask()
+    found = _hold(config, site)
+    if found.errors and site is not None and site.age > FRESH:
+        found = _hold(config, site_ask.ask(refresh=True))
+    return found
 
 
-def _asked(config: Config, refresh: bool) -> Findings:
-    site = site_ask.ask(refresh)
+def _hold(config: Config, site: Site | None) -> Findings:
     if site is None:
         return Findings(warnings=["Slurm does not say which partitions it has (scontrol show partition); going on"])
     found = lint(config, site)

@@ -15,7 +15,7 @@ from ..conf.schema import ClusterConfig
 from ..conf.slurm_hostlist import expand
 from ..conf.slurm_memory import parse_memory
 from ..conf.slurm_time import format_time, parse_time
-from .site import Hardware, Partition, Qos, Site
+from .site import Association, Hardware, Partition, Qos, Site
 
 _FEATURES = re.compile(r"[\w.-]+(?:[&|,][\w.-]+)*", re.ASCII)
 
@@ -110,14 +110,14 @@ def _limits(job: Job, partition: Partition, site: Site) -> Iterator[str]:
     cluster, name, nodes = job.cluster, partition.name, job.cluster.nodes
     longest = partition.max_time
     is_over = job.limit is not None and job.limit.is_over(longest)
-    if longest is not None and is_over and not _may_override(job, site, "PartitionTimeLimit"):
+    if longest is not None and is_over and not _may_override(job, partition, site, "PartitionTimeLimit"):
         yield f"cluster.time={cluster.time}: partition {name} allows at most {format_time(longest)}; ask for no more"
     if nodes > partition.total_nodes:
         yield f"cluster.nodes={nodes}: partition {name} has {partition.total_nodes}; ask for no more, or take another"
     elif partition.max_nodes is not None and nodes > partition.max_nodes:
-        if not _may_override(job, site, "PartitionMaxNodes"):
+        if not _may_override(job, partition, site, "PartitionMaxNodes"):
             yield f"cluster.nodes={nodes}: partition {name} gives a job at most {partition.max_nodes}; ask for no more"
-    elif nodes < partition.min_nodes and not _may_override(job, site, "PartitionMinNodes"):
+    elif nodes < partition.min_nodes and not _may_override(job, partition, site, "PartitionMinNodes"):
         yield f"cluster.nodes={nodes}: partition {name} gives a job at least {partition.min_nodes}; ask for as many"
     if partition.max_cpus is not None and cluster.cpus_per_task > partition.max_cpus:
         yield (
@@ -135,13 +135,21 @@ def _limits(job: Job, partition: Partition, site: Site) -> Iterator[str]:
             )
 
 
-def _may_override(job: Job, site: Site, flag: str) -> bool:
-    """Whether the job's QOS may have a flag that lifts this limit. Which one is the default is not always visible."""
+def _may_override(job: Job, partition: Partition, site: Site, flag: str) -> bool:
+    """Whether the QOS that the job has, or may get by default, or the partition's has a flag that lifts a limit."""
     accounting = site.inventory.accounting
     if accounting is None:
         return job.cluster.qos is not None and site.has_accounts
-    named = [q for q in accounting.qos if job.cluster.qos in (None, q.name)]
-    return any(flag in q.flags for q in named)
+    names = {partition.qos, *([job.cluster.qos] if job.cluster.qos else _default_qos(job, accounting.associations))}
+    return any(flag in q.flags for q in accounting.qos if q.name in names)
+
+
+def _default_qos(job: Job, associations: Sequence[Association]) -> Iterator[str]:
+    """Of which Slurm may choose for a job that names none: the association's default, its only one, normal."""
+    yield "normal"
+    for association in associations:
+        if job.cluster.account in (None, association.account):
+            yield from (association.default_qos, *(association.qos if len(association.qos) == 1 else ()))
 
 
 def _by_qos(job: Job, partition: Partition, site: Site) -> Iterator[str]:
@@ -150,7 +158,7 @@ def _by_qos(job: Job, partition: Partition, site: Site) -> Iterator[str]:
         return
     known = {q.name: q for q in site.inventory.accounting.qos}
     order = [q for q in (known.get(partition.qos or ""), known.get(job.cluster.qos or "")) if q is not None]
-    if _may_override(job, site, "OverPartQOS"):
+    if _may_override(job, partition, site, "OverPartQOS"):
         order = [known[job.cluster.qos]] if job.cluster.qos in known else []
     for q in [q for q in order if q.max_time is not None][:1]:
         if job.limit is not None and job.limit is not None and job.limit.is_over(q.max_time):

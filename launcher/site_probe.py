@@ -20,7 +20,8 @@ COMMANDS = ("scontrol", "sbatch", "srun", "squeue", "scancel", "python3", "nvidi
 PATIENCE = 60  # seconds that a node is waited for
 _LONGEST = 2  # minutes that the job may take
 
-# Each line is one fact: a word, then its value. /sys/class/infiniband holds RoCE and EFA devices, too.
+# Each line is one fact: a word, then its value. /sys/class/infiniband holds RoCE and EFA devices, too; the script's
+# argument, usually none, is the root of another tree than the machine's.
 SCRIPT = rf"""
 echo host $(uname -n)
 echo time $(date +%s)
@@ -29,7 +30,7 @@ for c in {" ".join(COMMANDS)}; do p=$(command -v $c 2>/dev/null) && echo command
 [ -n "$LMOD_CMD$MODULESHOME" ] && echo command module ${{LMOD_CMD:-$MODULESHOME}}
 v=$(python3 -c 'import platform; print(platform.python_version())' 2>/dev/null) && echo python $v
 echo memlock $(ulimit -l)
-for p in /sys/class/infiniband/*/ports/*; do
+for p in "$1"/sys/class/infiniband/*/ports/*; do
   [ -r $p/state ] || continue
   d=${{p%/ports/*}}; echo device ${{d##*/}} ${{p##*/}} $(cat $p/link_layer 2>/dev/null || echo ?) \
     $(cut -d: -f2 $p/state 2>/dev/null) $(cat $p/rate 2>/dev/null)
@@ -126,7 +127,7 @@ def _one(facts: dict[str, list[str]], word: str) -> str | None:
 
 
 def _device(value: str) -> Device:
-    name, port, layer, state, rate = [*value.split(" ", 4), "", "", "", ""][:5]
+    name, port, layer, state, rate = [*value.split(None, 4), "", "", "", ""][:5]
     return Device(name, port, layer, state, rate)
 
 

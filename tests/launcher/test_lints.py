@@ -243,8 +243,11 @@ def test_what_the_accounts_do_not_allow_is_one_error(cluster: dict[str, Any], er
 def test_a_qos_may_lift_a_partitions_limits() -> None:
     assert errors(BANK, partition="short", qos="free", nodes=3, time="2:00:00") == []
     assert len(errors(BANK, partition="short", qos="normal", nodes=3, time="2:00:00")) == 2
-    # It may be the default one.
-    assert errors(BANK, partition="short", nodes=3, time="2:00:00") == []
+    assert len(errors(BANK, partition="short", nodes=3, time="2:00:00")) == 2
+    # It may be the one that a job gets without asking: an association's default, or its only one.
+    for association in (Association("acct", default_qos="free"), Association("acct", qos=("free",))):
+        mine = replace(BANK, inventory=replace(BANK.inventory, accounting=Accounting(QOS, (association,))))
+        assert errors(mine, partition="short", nodes=3, time="2:00:00") == []
     unread = replace(BANK, inventory=replace(BANK.inventory, accounting=None))
     assert errors(unread, partition="short", qos="free", nodes=3, time="2:00:00") == []
 
