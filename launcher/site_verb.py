@@ -22,7 +22,7 @@ OURS = Path(__file__).resolve().parent.parent / "conf" / "cluster"
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser("stoker site", description="What the Slurm here is, and what follows for a run.")
-    p.add_argument("--write", type=Path, metavar="FILE", help="write a cluster profile, e.g. conf/cluster/mine.yaml")
+    p.add_argument("--write", type=Path, metavar="FILE", help="write a cluster profile, e.g. DIR/cluster/mine.yaml")
     p.add_argument("--partition", metavar="NAME", help="the partition that the profile is for")
     p.add_argument("--refresh", action="store_true", help="ask for nodes and accounts again, which are kept for hours")
     p.add_argument("--probe", nargs="?", const="", metavar="PARTITION", help="run a short job that looks on a node")
