@@ -119,11 +119,13 @@ class Chain:
         cluster = self.config["cluster"]
         options = [f"--dependency=afterany:{self.job_id}"]
         options += [f"--exclude={self.exclude}"] if self.exclude else []
+        # The run has begun: `16:00` in the script would keep every further job of it waiting until then.
+        options += ["--begin=now"] if cluster.get("begin") else []
         request = Request(
             effective_script(submission.run, submission.number),
             submission.run.path,
             str(submission.intention["token"]),
-            cluster.get("comment") or (cluster.get("sbatch") or {}).get("comment"),
+            cluster.get("comment"),
             self._known(),
             tuple(options),
         )

@@ -138,14 +138,14 @@ class StokerExecutor(core.Executor):
     def _submit(self, frozen: FrozenRun) -> StokerJob:
         run = open_run(frozen.path)
         submission = frozen.submission or intend(run)
-        own_comment = effective_config(run, submission.number)["cluster"].get("comment")
+        config = effective_config(run, submission.number)
         script = effective_script(run, submission.number)
         intention = submission.intention
         others = frozenset(s.job_id for s in submissions(run) if s.job_id and s != submission)
         options = tuple(map(str, intention.get("options", ())))
-        config = effective_config(run, submission.number)
         exclude = exclusion(run, config) if findings(run, config) else ""
         options += (f"--exclude={exclude}",) if exclude else ()
+        own_comment = config["cluster"].get("comment")
         request = Request(script, run.path, str(intention["token"]), own_comment, others, options)
         accepted = submit_script(request)
         submission.set_job(accepted.job_id, accepted.cluster)

@@ -1,7 +1,7 @@
 """Nodes and the next start, from inside a job: which nodes there are, what Slurm holds of them, which to leave out.
 
-Owns: `scontrol show hostnames`, `sinfo` for nodes, and `scontrol update` of a job that waits. One call each, never in a
-loop; nothing here raises. Standard library only.
+Owns: `sinfo` for nodes, and `scontrol update` of a job that waits. One call each, never in a loop; nothing here raises.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from ..conf.slurm_hostlist import expand
 from .jobinfo import command
 
 _TRIES, _PAUSE = 4, 0.7  # a job that Slurm is still requeueing may refuse the first update
@@ -16,13 +17,11 @@ _OUT = ("down", "drain", "drng", "drained", "fail", "maint", "futr", "unk", "inv
 
 
 def hostnames(text: str) -> list[str]:
-    """The names in a host list, in order; as it stands where Slurm does not say."""
-    if not text:
-        return []
-    if "[" not in text:
-        return [name for name in text.split(",") if name]
-    done = command(["scontrol", "show", "hostnames", text])
-    return done.stdout.split() if done is not None and done.returncode == 0 else [text]
+    """The names in a host list, in order; as it stands where it is none."""
+    try:
+        return expand(text)
+    except ValueError:
+        return [text]
 
 
 def node_states(options: Sequence[str]) -> list[tuple[str, str, str]] | None:

@@ -244,3 +244,13 @@ def test_what_waits_for_a_job_goes_on_waiting_while_that_is_requeued(cluster: Cl
     assert (cluster.job(second).state, cluster.job(second).reason) == ("PENDING", "Dependency")
     cluster.run(["scancel", first])
     cluster.wait_for_job(second, "COMPLETED")
+
+
+def test_a_begin_on_the_command_line_wins_over_the_script_s(cluster: Cluster, tmp_path: Path) -> None:
+    """What a resumed run and the next job of a chain rely on."""
+    script = tmp_path / "later.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --begin=now+2hours\n#SBATCH --output=/dev/null\ntrue\n")
+    later, at_once = cluster.submit([str(script)]), cluster.submit(["--begin=now", str(script)])
+    cluster.wait_for_job(at_once, "COMPLETED")
+    assert (cluster.job(later).state, cluster.job(later).reason) == ("PENDING", "BeginTime")
+    cluster.run(["scancel", later])
