@@ -23,7 +23,7 @@ from .run.submissions import AFTER, WITHDRAWN, Submission, new_submission, submi
 from .submit import Request, SubmissionError, jobs_with, submit
 
 BATCH = "STOKER_BATCH"  # process id of the batch script's shell, set by the script
-_OF_THE_SCRIPT = (BATCH, AFTER, "STOKER_FAILED_STARTS", "STOKER_EXCLUDE")
+_OF_THE_SCRIPT = (BATCH, AFTER, "STOKER_FAILED_STARTS")
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds between two tries to have a successor accepted
 _ENDED_WAITING = {"CANCELLED", "COMPLETED", "FAILED", "REVOKED", "DEADLINE"}  # of a successor that never ran
 GONE = "the successor is not in the queue any more"

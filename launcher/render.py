@@ -16,7 +16,9 @@ import jinja2
 from ..conf.budgets import BUDGETS, UNLIMITED
 from ..conf.sbatch_options import TYPED
 from ..conf.schema import ClusterConfig, ClusterKind, Config, Continuation, GpuRequest
+from .run.badnodes import directory_of
 from .run.bootstrap import ENV_ARCHIVE, LOCAL_DIR
+from .run.layout import RunDir
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "slurm_templates"
 Value = str | int | bool | None
@@ -45,7 +47,8 @@ class Script:
     is_own_python: bool = False
     continuation: str = "none"  # of a Slurm job: how it is started elsewhere if this node cannot start it
     failed_starts: int = 10  # how often that is tried
-    exclude: str = ""  # nodes that the configuration excludes
+    bad_nodes: str = ""  # directory of findings (run/badnodes.py)
+    bad_node_seconds: int = 0  # for which a finding holds; 0: none are written
 
 
 def script_of(
@@ -62,7 +65,8 @@ def script_of(
     env = {"OMP_NUM_THREADS": str(cluster.omp_threads)} | dict(cluster.env)
     env |= {LOCAL_DIR: cluster.local_dir} if cluster.local_dir else {}
     env |= {ENV_ARCHIVE: str(env_archive)} if env_archive else {}
-    limit = {**BUDGETS, **config.resilience.budgets}["launch_failed"]
+    r = config.resilience
+    limit = {**BUDGETS, **r.budgets}["launch_failed"]
     return Script(
         run_dir=str(run_dir),
         run_id=run_id,
@@ -76,7 +80,8 @@ def script_of(
         is_own_python=bool(cluster.modules or cluster.conda or cluster.python),
         continuation=config.resilience.continuation.value if cluster.kind is ClusterKind.slurm else "none",
         failed_starts=limit if limit != UNLIMITED else 10**6,
-        exclude=cluster.exclude or "",
+        bad_nodes=str(directory_of(RunDir(run_dir))),
+        bad_node_seconds=round(3600 * r.bad_node_hours) if r.avoid_bad_nodes else 0,
     )
 
 
@@ -182,7 +187,8 @@ def render(script: Script, template: str = "supervisor.sbatch.j2") -> str:
         is_own_python=script.is_own_python,
         continuation=script.continuation,
         failed_starts=script.failed_starts,
-        exclude=script.exclude,
+        bad_nodes=script.bad_nodes,
+        bad_node_seconds=script.bad_node_seconds,
     )
 
 

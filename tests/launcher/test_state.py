@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,9 @@ import pytest
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
-from stoker.launcher.run.submissions import new_submission
+from stoker.launcher.run.submissions import Submission, new_submission, series, submissions
 from stoker.launcher.slurm import QueuedJob
-from stoker.launcher.state import Facts, State, judge, look
+from stoker.launcher.state import Facts, State, front_of, judge, look
 
 
 def job(state: str, reason: str = "None") -> QueuedJob:
@@ -27,6 +28,7 @@ NOTHING_KNOWN = Facts("sbatch", "7", False, 0, None, None, True)
 RAN = replace(NOTHING_KNOWN, attempts=1)
 DONE = replace(RAN, outcome=ended(Cause.FINISHED, code=0))
 TO_REQUEUE = replace(RAN, outcome=ended(Cause.PREEMPTED, Next.REQUEUE, 75))
+CHAINED = replace(RAN, mode="chain", outcome=ended(Cause.TIME_LIMIT, Next.CHAIN, 75))
 LOCAL = replace(RAN, mode="local", job_id=None, loop_alive=True)
 
 TABLE = [
@@ -59,6 +61,12 @@ TABLE = [
     ("no Slurm here", replace(RAN, queue_known=False), State.UNKNOWN, "Slurm does not answer", None),
     ("no Slurm, said", replace(RAN, queue_known=False, outcome=ended(Cause.HANG)), State.FAILED, "hang", 1),
     ("answer lost", replace(NOTHING_KNOWN, job_id=None), State.UNKNOWN, "not told the job's id", None),
+    ("chain goes on", replace(CHAINED, job=job("COMPLETING")), State.REQUEUED, "its successor goes on", None),
+    ("successor next", replace(CHAINED, job=job("PENDING", "Resources")), State.REQUEUED, "Resources", None),
+    ("successor runs", replace(CHAINED, job=job("RUNNING")), State.RUNNING, "", None),
+    ("chain broken", replace(RAN, job=job("RUNNING"), broken="broken: x"), State.RUNNING, "broken: x", None),
+    ("chain ended", replace(CHAINED, broken="chain broken: x"), State.INTERRUPTED, "goes on; chain broken: x", 1),
+    ("finished, withdrawn", replace(DONE, broken="chain broken: x"), State.FINISHED, "", 0),
     ("local runs", LOCAL, State.RUNNING, "", None),
     ("local starts", replace(LOCAL, attempts=0), State.PENDING, "starting", None),
     ("local again", replace(LOCAL, outcome=ended(Cause.CRASH, Next.REQUEUE)), State.REQUEUED, "after crash", None),
@@ -90,3 +98,66 @@ def test_a_resumed_run_is_not_judged_by_its_former_end(make_run: Callable[..., R
     second = new_submission(run, "sbatch")
     second.set_job("8")
     assert look(run, {"8": replace(job("PENDING", "Priority"), job_id="8")}).state is State.PENDING
+
+
+def chain_of(run: RunDir, *job_ids: str) -> list[Submission]:
+    """A launch and its successors."""
+    first = new_submission(run, "sbatch")
+    first.set_job(job_ids[0])
+    links = [first]
+    for before, job_id in itertools.pairwise(job_ids):
+        link = new_submission(run, "chain", after=before)
+        link.set_job(job_id)
+        links.append(link)
+    return links
+
+
+def queue(**states: str) -> dict[str, QueuedJob]:
+    """j7="RUNNING", j8="PENDING:Dependency"."""
+    found = {}
+    for name, text in states.items():
+        state, _, reason = text.partition(":")
+        found[name[1:]] = replace(job(state, reason or "None"), job_id=name[1:])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("jobs", "state", "front"),
+    [
+        (queue(j7="RUNNING", j8="PENDING:Dependency"), State.RUNNING, "7"),
+        (queue(j7="COMPLETING", j8="PENDING:Dependency"), State.RUNNING, "7"),
+        (queue(j7="FAILED", j8="PENDING:Resources"), State.REQUEUED, "8"),
+        (queue(j8="PENDING:Dependency"), State.REQUEUED, "8"),
+        (queue(j7="FAILED", j8="RUNNING"), State.RUNNING, "8"),
+        (queue(j7="TIMEOUT", j8="CANCELLED"), State.FAILED, "7"),
+    ],
+)
+def test_a_run_is_judged_over_its_series(
+    jobs: dict[str, QueuedJob], state: State, front: str, make_run: Callable[..., RunDir]
+) -> None:
+    """While the running job's successor waits the run is running, not pending."""
+    run = make_run()
+    links = chain_of(run, "7", "8")
+    claim(run).start.write_text(json.dumps({"submission": 1}))
+    assert look(run, jobs).state is state
+    assert front_of(links, jobs).job_id == front
+
+
+def test_a_successor_that_was_ended_or_refused_shows_that_the_chain_is_broken(make_run: Callable[..., RunDir]) -> None:
+    run = make_run()
+    chain_of(run, "7", "8")
+    claim(run).start.write_text(json.dumps({"submission": 1}))
+    detail = look(run, queue(j7="RUNNING", j8="CANCELLED")).detail
+    assert detail == "chain broken: successor job 8 was ended as CANCELLED before it could start"
+    new_submission(run, "chain", after="7").refuse("sbatch refused the job: Invalid qos")
+    assert look(run, queue(j7="RUNNING")).detail == "chain broken: sbatch refused the job: Invalid qos"
+
+
+def test_a_resume_begins_a_series_of_its_own(make_run: Callable[..., RunDir]) -> None:
+    run = make_run()
+    chain_of(run, "7", "8")
+    claim(run).start.write_text(json.dumps({"submission": 2}))
+    ended(Cause.CRASH).write(run.attempt(1))
+    chain_of(run, "9", "10")
+    assert [s.job_id for s in series(submissions(run))] == ["9", "10"]
+    assert look(run, queue(j9="PENDING:Priority", j10="PENDING:Dependency")).state is State.PENDING

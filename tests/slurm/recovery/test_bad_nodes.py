@@ -1,0 +1,53 @@
+"""A node that fails every launch: the run finishes on others, and for a while the node is avoided, with a reason."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from stoker.launcher.run.badnodes import known
+from stoker.launcher.run.outcome import Cause
+
+pytestmark = pytest.mark.slurm
+
+
+@contextmanager
+def without_python(lab: Any, *nodes: str) -> Iterator[None]:
+    """No Python starts on these nodes: as batch host they cannot start the supervisor, as others no agent."""
+    program = os.path.realpath(sys.executable)
+    for node in nodes:
+        assert lab.cluster.enter(node, ["mount", "--bind", "/bin/false", program]).returncode == 0
+    try:
+        yield
+    finally:
+        for node in nodes:
+            lab.cluster.enter(node, ["umount", program])
+
+
+def test_a_node_that_fails_every_launch_is_left_out(lab: Any, same: Callable[..., None]) -> None:
+    """n1 fails as batch host; with n1 excluded n3 fails as second node; then the run gets two good ones."""
+    with without_python(lab, "n1", "n3"):
+        options = ["cluster.exclusive=true", "cluster.exclude=n6", "resilience.backoff=1"]
+        run = lab.launch("bad", *options)
+        assert run.wait_end().cause is Cause.FINISHED, run.story()
+        job = lab.cluster.run(["scontrol", "-o", "show", "job", run.job_id]).stdout
+        excluded = lab.cluster.run(["scontrol", "show", "hostnames", job.split("ExcNodeList=")[1].split()[0]]).stdout
+        assert sorted(excluded.split()) == ["n1", "n3", "n6"]
+        assert [o.cause for o in run.outcomes() if o] == [Cause.LAUNCH_FAILED, Cause.FINISHED], run.story()
+        found = known(run.dir.path.parent / ".bad-nodes")
+        assert sorted(found) == ["n1", "n3"]
+        assert "interpreter" in found["n1"].reason
+        assert "failed at start" in found["n3"].reason
+        assert all(23 * 3600 < f.until - time.time() < 24 * 3600 for f in found.values())
+        assert run.nodes() == ["n2", "n4"]
+        same(run)
+        # Another run of the same root is kept away from them from the start.
+        other = lab.launch("other", "cluster.exclude=n6")
+        assert other.wait_end().cause is Cause.FINISHED, other.story()
+        assert len(other.outcomes()) == 1
+        assert not {"n1", "n3"} & set(other.nodes())
