@@ -77,7 +77,7 @@ def test_a_store_that_does_not_come_is_asked_of_another_node_once() -> None:
     assert s.feed(p.Tick(), at=30.0) == []
     assert s.feed(p.Tick(), p.Tick(), at=31.5) == [p.StartStore("n2")]
     assert s.feed(p.Tick(), at=100.0) == []
-    assert s.feed(p.StoreUp("b", 9)) == [p.Form(1, {"n1": 0, "n2": 1}, ("b", 9))]
+    assert s.feed(p.StoreUp("b", 9)) == [p.Form(1, {"n2": 0, "n1": 1}, ("b", 9))]
 
 
 def test_workers_that_do_not_die_are_their_nodes_fault() -> None:

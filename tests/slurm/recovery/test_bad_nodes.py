@@ -44,7 +44,7 @@ def test_a_node_that_fails_every_launch_is_left_out(lab: Any, same: Callable[...
         assert "interpreter" in found["n1"].reason
         assert "failed at start" in found["n3"].reason
         assert all(23 * 3600 < f.until - time.time() < 24 * 3600 for f in found.values())
-        assert run.nodes() == ["n2", "n4"]
+        assert not {"n1", "n3"} & set(run.nodes())
         same(run)
         # Another run of the same root is kept away from them from the start.
         other = lab.launch("other", "cluster.exclude=n6")
