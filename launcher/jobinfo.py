@@ -193,11 +193,14 @@ SHIELDED = ("sh", "-c", "trap '' TERM INT HUP; exec \"$@\"", "sh")
 def command(
     argv: Sequence[str], timeout: float = TIMEOUT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Run a Slurm command inside the job; None if it is not here, or does not end in time."""
+    """Run a Slurm command inside the job; None if it is not here, or does not end in time.
+
+    `env`: taken as it is. sbatch hands it to a job, which has a time zone of its own.
+    """
     try:
         return subprocess.run(
             [*SHIELDED, *argv],
-            env={**(os.environ if env is None else env), "SLURM_TIME_FORMAT": "standard", "TZ": "UTC0"},
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard", "TZ": "UTC0"} if env is None else dict(env),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

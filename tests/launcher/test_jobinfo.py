@@ -63,6 +63,13 @@ def test_the_end_is_reckoned_by_the_controller_s_clock(tmp_path: Path, monkeypat
         assert 597.0 < info.seconds_left < 600.0
 
 
+def test_an_environment_for_a_job_is_left_alone() -> None:
+    """sbatch hands it on: the next job of a chain must not find itself in another time zone."""
+    done = jobinfo.command(["sh", "-c", "echo $TZ $SLURM_TIME_FORMAT"], env={"PATH": "/bin", "TZ": "Europe/Berlin"})
+    assert done is not None
+    assert done.stdout == "Europe/Berlin\n"
+
+
 def test_a_controller_that_hides_its_clock_is_taken_to_share_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
