@@ -142,7 +142,9 @@ class Rank:
             phase, since = Phase.STEP, self._since
         else:
             phase, since = Phase.SILENT, now
-        between = statistics.median(self._intervals) if self._intervals else 0.0
+        # 0 has the limit of the start hold: a first step may compile for as long.
+        has_stepped = self._intervals and self._step > self._first
+        between = statistics.median(self._intervals) if has_stepped else 0.0
         self._segment.beat(Heartbeat(self.generation, phase, 0, self._step, self._sequence, since, between))
 
     def _take_metrics(self, path: Path, now: float) -> None:

@@ -274,21 +274,27 @@ def test_a_heartbeat_shows_in_the_segment(agent: Any) -> None:
     segment = a.python(
         "import os, time\n"
         "while not os.path.exists('beat'): time.sleep(0.02)\n"
-        "open(os.environ['STOKER_HEARTBEAT'], 'w').write('7 2')\n"
+        "def beat(text): open(os.environ['STOKER_HEARTBEAT'], 'w').write(text)\n"
+        "beat('7 1'); time.sleep(0.4); beat('7 2')\n"
+        "while not os.path.exists('step'): time.sleep(0.02)\n"
+        "beat('8')\n"
         "time.sleep(60)"
     )
     a.receive(lambda: segment.read_heartbeat().phase is Phase.SILENT)
     silent = segment.read_heartbeat()
     a.receive(lambda: segment.read_heartbeat().time > silent.time)  # nobody is taken for hung who never said a word
     (a.run.path.parent / "beat").touch()
-    a.receive(lambda: segment.read_heartbeat().phase is Phase.STEP)
+    a.receive(lambda: segment.read_heartbeat().sequence == 2)
     beat = segment.read_heartbeat()
-    assert (beat.step, beat.sequence) == (7, 2)
+    assert (beat.phase, beat.step, beat.step_seconds) == (Phase.STEP, 7, 0.0)  # no step is through yet
     time.sleep(0.3)
     assert segment.read_heartbeat().time == beat.time  # it ages
+    (a.run.path.parent / "step").touch()
+    a.receive(lambda: segment.read_heartbeat().step == 8)
+    assert segment.read_heartbeat().step_seconds > 0
     a.stop(committed=False)
     a.receive(lambda: segment.read_control().stop_step != NO_STOP)
-    assert segment.read_heartbeat().step == 7
+    assert segment.read_heartbeat().step == 8
 
 
 def test_steps_are_not_counted_on_once_a_stop_is_proposed(agent: Any) -> None:
