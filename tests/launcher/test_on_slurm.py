@@ -192,7 +192,7 @@ def test_refusals_leave_nothing(stoker: Any, overrides: list[str], tmp_path: Pat
     assert unknown.returncode == 2
     assert "there is no partition nope here; known: main" in unknown.stderr
     # Nothing of ours finds this one: sbatch itself refuses.
-    refused = stoker("launch", *overrides, "cluster.sbatch.sockets-per-node='9'")
+    refused = stoker("launch", *overrides, "cluster.constraint='[none-such*1]'")
     assert refused.returncode == 1
     assert "sbatch refused the job: sbatch: error:" in refused.stderr
     assert not (tmp_path / AWKWARD).exists()
