@@ -204,7 +204,8 @@ def test_each_way_of_asking_for_gpus_gives_the_agents_all_of_them(cluster: Clust
         (run_dir / "slurm").mkdir(parents=True)
         made = ClusterConfig(nodes=2, gpus_per_node=8, gpu_type="h100", gpu_request=request, cpus_per_task=4, mem="1G")
         text = render(script_of(Config(cluster=made), run_dir, "r", "0", "python"))
-        (run_dir / "job.sbatch").write_text(text.split("\nexec ")[0] + f"\n{srun}\n")
+        options = [line for line in text.splitlines() if line.startswith("#SBATCH ")]
+        (run_dir / "job.sbatch").write_text("\n".join(["#!/bin/bash", *options, srun, ""]))
         jobs[cluster.submit([str(run_dir / "job.sbatch")])] = run_dir
     for job, run_dir in jobs.items():
         cluster.wait_for_job(job, "COMPLETED")
