@@ -76,6 +76,18 @@ class Lab:
         """Wait until nothing runs, waits or is being cleared up."""
         wait_for(lambda: not self.queue(), lambda: f"an empty queue: {self.queue()}", 60.0)
 
+    @contextmanager
+    def without_python(self, *nodes: str) -> Iterator[None]:
+        """No Python starts on these nodes: as batch host they cannot start the supervisor, as others no agent."""
+        program = os.path.realpath(sys.executable)
+        for node in nodes:
+            assert self.cluster.enter(node, ["mount", "--bind", "/bin/false", program]).returncode == 0
+        try:
+            yield
+        finally:
+            for node in nodes:
+                self.cluster.enter(node, ["umount", program])
+
     def source(self) -> list[str]:
         return [f"data.sources=[{{prefix: {self.data}}}]"]
 

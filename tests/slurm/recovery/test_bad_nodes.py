@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,22 +13,9 @@ from stoker.launcher.run.outcome import Cause
 pytestmark = pytest.mark.slurm
 
 
-@contextmanager
-def without_python(lab: Any, *nodes: str) -> Iterator[None]:
-    """No Python starts on these nodes: as batch host they cannot start the supervisor, as others no agent."""
-    program = os.path.realpath(sys.executable)
-    for node in nodes:
-        assert lab.cluster.enter(node, ["mount", "--bind", "/bin/false", program]).returncode == 0
-    try:
-        yield
-    finally:
-        for node in nodes:
-            lab.cluster.enter(node, ["umount", program])
-
-
 def test_a_node_that_fails_every_launch_is_left_out(lab: Any, same: Callable[..., None]) -> None:
     """n1 fails as batch host; with n1 excluded n3 fails as second node; then the run gets two good ones."""
-    with without_python(lab, "n1", "n3"):
+    with lab.without_python("n1", "n3"):
         options = ["cluster.exclusive=true", "cluster.exclude=n6", "resilience.backoff=1"]
         run = lab.launch("bad", *options)
         assert run.wait_end().cause is Cause.FINISHED, run.story()

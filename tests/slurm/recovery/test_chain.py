@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from stoker.launcher.rehearsal.cluster import Cluster
 from stoker.launcher.rehearsal.lab import PAUSE
 from stoker.launcher.rehearsal.spec import ClusterSpec
 from stoker.launcher.rehearsal.trial import Trial, wait_for
+from stoker.launcher.run.badnodes import known
 from stoker.launcher.run.files import read_json
 from stoker.launcher.run.outcome import Cause
 from stoker.launcher.run.submissions import submissions
@@ -72,6 +74,21 @@ def left_alone(lab: Any, run: Trial) -> str:
     return ""
 
 
+def cancelled_and_resumed(lab: Any, run: Trial) -> str:
+    """Running, with a successor behind it, it is RUNNING; cancelled, both are gone; resumed, it goes on as a chain."""
+    run.wait_step(12)
+    jobs = [str(s.job_id) for s in submissions(run.dir)]
+    assert len(jobs) == 2, run.story()
+    (shown,) = json.loads(lab.stoker("status", "--json", str(run.dir.path)))
+    assert (shown["state"], shown["job_id"]) == ("RUNNING", jobs[0])
+    lab.stoker("cancel", str(run.dir.path))
+    left = lab.cluster.run(["squeue", "-h", "-o", "%A"]).stdout.split()
+    assert not set(jobs) & set(left)
+    lab.stoker("resume", str(run.dir.path))
+    wait_for(lambda: len(run.dir.all_attempts()) > 1, lambda: f"a second attempt of {run.story()}")
+    return "cancelled"
+
+
 def kill(lab: Any, run: Trial, *commands: str) -> None:
     for command in commands:
         for process in lab.cluster.processes_on(run.nodes()[0]):
@@ -86,6 +103,7 @@ CASES: list[tuple[Callable[..., str | None], list[str], str]] = [
     (node_power, [], PAUSE),
     (killed_supervisor, [], PAUSE),
     (killed_batch_script, [], PAUSE),
+    (cancelled_and_resumed, [], PAUSE),
     (left_alone, [], PAUSE),
 ]
 
@@ -108,6 +126,17 @@ def test_a_chain_carries_the_run_through_everything_and_leaves_nothing_in_the_qu
         causes = [o.cause.value if o else None for o in run.outcomes()]
         assert causes == ([] if cause == "" else [cause]) + ["finished"], run.story()
         modes = [s.mode for s in submissions(run.dir)]
-        assert modes == ["sbatch"] + ["chain"] * len(causes)
+        again = ["sbatch", "chain"] if cause == "cancelled" else ["chain"]
+        assert modes == ["sbatch", "chain"] + again * (len(causes) - 1), run.story()
         same(run)
+    site.empty_queue()
+    # A batch host that cannot start anything is replaced, too, though there is no successor yet.
+    with site.without_python("n1"):
+        run = site.launch("unusable", CHAIN)
+        wait_for(run.dir.all_attempts, run.story)
+        assert run.wait_end().cause is Cause.FINISHED, run.story()
+    assert [o.cause for o in run.outcomes() if o] == [Cause.FINISHED]
+    assert "n1" not in run.nodes()
+    assert list(known(run.dir.path.parent / ".bad-nodes")) == ["n1"]
+    assert [s.intention.get("after") for s in submissions(run.dir)[:2]] == [None, submissions(run.dir)[0].job_id]
     site.empty_queue()
