@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from stoker.launcher.rehearsal import processes
 from stoker.launcher.rehearsal.trial import Trial, wait_for
 from stoker.launcher.run.outcome import Cause
 from stoker.launcher.run.submissions import submissions
@@ -32,6 +33,15 @@ def supervisor_of(lab: Any, run: Trial) -> int:
     return pid
 
 
+def kill_job_script(lab: Any, run: Trial) -> None:
+    """The batch script would have an attempt whose supervisor is gone started again: both have to go, it first."""
+    pid = supervisor_of(lab, run)
+    supervisor = processes.find(pid)
+    assert supervisor is not None
+    for victim in (supervisor.parent, pid):
+        os.kill(victim, signal.SIGKILL)
+
+
 def test_headless_and_lost_runs_go_on_once_and_a_held_one_is_told(lab: Any, same: Callable[..., None]) -> None:
     def launch(name: str) -> Trial:
         more = ["cluster.sbatch.hold=''"] if name == "held" else []
@@ -44,7 +54,7 @@ def test_headless_and_lost_runs_go_on_once_and_a_held_one_is_told(lab: Any, same
     assert [line.split(":")[1] for line in watch(lab)[1]] == [" held"]  # nothing else is wrong yet
     # As if its node had died behind --no-kill: Slurm shows a running job, and nothing of it lives.
     os.kill(supervisor_of(lab, headless), signal.SIGSTOP)
-    os.kill(supervisor_of(lab, lost), signal.SIGKILL)
+    kill_job_script(lab, lost)
 
     def checks() -> dict[str, str]:
         return {line.split(": ")[0].split("-")[0]: line.split(": ")[1] for line in watch(lab)[1]}
