@@ -139,7 +139,7 @@ def collect(found: Sequence[Target], limit: float = LIMIT) -> list[Answer]:
         while waiting and time.monotonic() < deadline:
             for a in waiting:
                 a.look()
-            waiting = [a for a in waiting if a.text is None and procfs.standing(a.target.pid) is not None]
+            waiting = [a for a in waiting if a.text is None and os.path.exists(f"/proc/{a.target.pid}")]
             if waiting:
                 time.sleep(_LOOK_EVERY)
         return [_answer(target, a, limit) for target, a in zip(found, asked, strict=True)]
