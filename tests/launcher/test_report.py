@@ -107,15 +107,18 @@ def test_no_planted_secret_leaves(
     (run.path / "submit.sbatch").write_text(
         f"export A_PASSWORD='{next(s)} {next(s)}'\ncurl -u a:b https://{next(s)}@h\n"
     )
-    create_json(run.env, {"variables": {"ONE_KEY": next(s), "LIST_TOKENS": [next(s), {"a": next(s)}]}})
+    create_json(run.env, {"variables": {"ONE_KEY": next(s), "LIST_TOKENS": [next(s)], "A_SECRET": {"a": next(s)}}})
     (run.job_logs / "12.log").write_text(f"login x password {next(s)}\nAuthorization: Bearer {next(s)}\n")
     events = EventLog(run.attempt(1).events("n1"), "n1", 1)
     events.write("failed", traceback=f"KeyError\n  client(token='{next(s)}')\nOUR_API_KEY {secrets[0]}")
     # The name of this one is beyond the part that is kept.
     cut = "W_TOKEN=" + "y" * bundle.TEXT + next(s)
     run.attempt(1).log("n1").write_text(f"{cut}\n[0] wandb: {HEX}\n[0] {'x' * 50} {secrets[0]}\n")
+    last = next(s)  # its name is told after it was used
     with open(run.attempt(2).metrics(1), "a") as f:
-        f.write('{"step": 21, "my_secret": "' + next(s) + '"}\n')
+        f.write('{"step": 21, "my_secret": "' + last + '"}\n')
+    with open(run.attempt(1).log("n1"), "a") as f:
+        f.write(f"connecting with {last}\n")
     (run.attempt(2).path / "health.json").write_text('{"torn": "AKIAIOSFODNN7EXAMPLE", "gpu_token": "' + next(s))
     assert report(run, "--bundle", str(tmp_path / "b.tar.gz")) == 0
     found = packed(tmp_path / "b.tar.gz")
