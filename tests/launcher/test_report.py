@@ -117,7 +117,7 @@ def test_no_planted_secret_leaves(
     last = next(s)  # its name is told after it was used
     with open(run.attempt(2).metrics(1), "a") as f:
         f.write('{"step": 21, "my_secret": "' + last + '"}\n')
-    with open(run.attempt(1).log("n1"), "a") as f:
+    with open(run.attempt(2).log("n1"), "a") as f:
         f.write(f"connecting with {last}\n")
     (run.attempt(2).path / "health.json").write_text('{"torn": "AKIAIOSFODNN7EXAMPLE", "gpu_token": "' + next(s))
     assert report(run, "--bundle", str(tmp_path / "b.tar.gz")) == 0
