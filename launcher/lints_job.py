@@ -36,7 +36,8 @@ class Job:
 
     cluster: ClusterConfig
     limit: Limit | None
-    memory: int | None  # MiB per node
+    memory: int | None  # MiB per node, as cluster.mem says
+    by_part: tuple[str, int] | None  # the field that gives memory per CPU or GPU, and what that makes per node, MiB
     tmp: int | None  # MB
     exclude: tuple[str, ...]
     nodelist: tuple[str, ...]
@@ -62,6 +63,7 @@ def job_of(cluster: ClusterConfig) -> Job:
         cluster=cluster,
         limit=_read(lambda text: Limit(parse_time(text)), cluster.time),
         memory=_read(parse_memory, cluster.mem) or None,  # 0 stands for all there is
+        by_part=_by_part(cluster),
         tmp=_read(parse_memory, cluster.tmp),
         exclude=tuple(_read(expand, cluster.exclude) or ()),
         nodelist=tuple(dict.fromkeys(_read(expand, cluster.nodelist) or ())),
@@ -69,6 +71,14 @@ def job_of(cluster: ClusterConfig) -> Job:
         needs_all=words if "|" not in signs else (),
         needs_one=words if signs == {"|"} else (),
     )
+
+
+def _by_part(cluster: ClusterConfig) -> tuple[str, int] | None:
+    for name, parts in (("mem_per_cpu", cluster.cpus_per_task), ("mem_per_gpu", cluster.gpus_per_node)):
+        size = _read(parse_memory, getattr(cluster, name))
+        if size:
+            return f"cluster.{name}={getattr(cluster, name)}", size * parts
+    return None
 
 
 def _read(reader: Callable[[str], T], text: str | None) -> T | None:
@@ -267,6 +277,11 @@ def needs(job: Job) -> list[Need]:
     if memory is not None:
         found.append(
             Need(f"cluster.mem={cluster.mem}", lambda h: h.memory >= memory, _offer("MiB", lambda h: h.memory))
+        )
+    if job.by_part is not None:
+        asked, size = job.by_part
+        found.append(
+            Need(f"{asked} ({size} MiB in all)", lambda h: h.memory >= size, _offer("MiB", lambda h: h.memory))
         )
     if tmp:
         disk = _offer("MB of local disk", lambda h: h.tmp)

@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..conf.schema import Config, Continuation
+from .run.outcome import EXIT_FAILED, EXIT_USAGE
 from .site import Partition, Qos, Site, number_of_seconds
 
 SHORT_GRACE = 60  # seconds; less may be too short for a checkpoint (conf's checks say the same of resilience.warning)
 
 
 def warnings(config: Config, chosen: Sequence[Partition], site: Site) -> list[str]:
-    return [*_preemption(config, chosen, site), *_requeue(config, site), *_chain(config, chosen, site)]
+    return [
+        *_preemption(config, chosen, site),
+        *_requeue(config, site),
+        *_requeue_by_exit_code(site),
+        *_chain(config, chosen, site),
+    ]
 
 
 def _preemption(config: Config, chosen: Sequence[Partition], site: Site) -> Iterator[str]:
@@ -67,6 +73,23 @@ def _requeue(config: Config, site: Site) -> Iterator[str]:
             "this Slurm has JobRequeue=0: jobs are not requeued unless they ask for it, as this one does; "
             "if the site forbids it all the same, resilience.continuation=chain goes on in a second job"
         )
+
+
+def _requeue_by_exit_code(site: Site) -> Iterator[str]:
+    """Sites may have Slurm requeue, or hold, jobs that end with certain codes, of which ours mean something else."""
+    for name, what in (("RequeueExit", "starts again by itself"), ("RequeueExitHold", "is held in the queue")):
+        codes = [code for code in (EXIT_FAILED, EXIT_USAGE) if _holds(site.settings.get(name, ""), code)]
+        if codes:
+            yield (
+                f"this Slurm has {name}={site.settings[name]}: a run that has failed (exit code {codes[0]}) {what}; "
+                "`stoker cancel` ends it"
+            )
+
+
+def _holds(listed: str, code: int) -> bool:
+    """Whether `1,3-5` holds a number."""
+    ranges = (part.partition("-") for part in listed.split(",") if part[:1].isdigit())
+    return any(low.isdigit() and int(low) <= code <= int(high if high.isdigit() else low) for low, _, high in ranges)
 
 
 def _chain(config: Config, chosen: Sequence[Partition], site: Site) -> Iterator[str]:

@@ -98,6 +98,12 @@ def test_what_the_site_can_do_is_not_spoken_of(cluster: dict[str, Any]) -> None:
         ({"mem": "500001"},
          "cluster.mem=500001: no node fits in partition main (3 with 500000 MiB, 1 with 250000 MiB); "
          "ask for less, or take another partition"),
+        ({"mem_per_cpu": "7813", "cpus_per_task": 64},
+         "cluster.mem_per_cpu=7813 (500032 MiB in all): no node fits in partition main (3 with 500000 MiB, 1 with "
+         "250000 MiB); ask for less, or take another partition"),
+        ({"mem_per_gpu": "62501M", "gpus_per_node": 8},
+         "cluster.mem_per_gpu=62501M (500008 MiB in all): no node fits in partition main (3 with 500000 MiB, 1 with "
+         "250000 MiB); ask for less, or take another partition"),
         ({"nodes": 4, "tmp": "1000"},
          "cluster.tmp=1000: only 3 nodes fit in partition main (3 with 900000 MB of local disk, 1 with 0 MB of local "
          "disk); ask for less, or take another partition"),
@@ -349,6 +355,20 @@ def test_site_without_requeue_is_warned_of_unless_it_does_not_matter() -> None:
     (warning,) = problems(site)[1]
     assert warning.startswith("this Slurm has JobRequeue=0: jobs are not requeued unless they ask for it")
     assert problems(site, resilience=ResilienceConfig(continuation=Continuation.none)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "expected"),
+    [
+        ("RequeueExit", "1-255", ["RequeueExit=1-255: a run that has failed (exit code 1) starts again by itself"]),
+        ("RequeueExitHold", "2", ["RequeueExitHold=2: a run that has failed (exit code 2) is held in the queue"]),
+        ("RequeueExit", "75,100-120", []),
+        ("RequeueExit", "(null)", []),
+    ],
+)
+def test_sites_that_requeue_by_exit_code_are_warned_of(name: str, codes: str, expected: list[str]) -> None:
+    _, warnings = problems(replace(SITE, settings=SETTINGS | {name: codes}))
+    assert warnings == [f"this Slurm has {line}; `stoker cancel` ends it" for line in expected]
 
 
 @pytest.mark.parametrize(("cluster", "where"), [({"qos": "lone"}, "QOS lone"), ({"account": "acct"}, "account acct")])

@@ -73,6 +73,7 @@ def _client(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 REFUSED: tuple[dict[str, Any], ...] = (
+    {"mem_per_cpu": "1001", "cpus_per_task": 8}, {"mem_per_gpu": "1001", "gpus_per_node": 8},
     {"partition": "nope"}, {"partition": "main,nope"}, {"time": "61"}, {"time": "UNLIMITED"}, {"nodes": 5},
     {"partition": "two", "nodes": 2}, {"partition": "two", "mem": "4001"}, {"partition": "two", "mem": "0"},
     {"partition": "two", "cpus_per_task": 5}, {"partition": "min3", "nodes": 2}, {"partition": "idle"},
@@ -87,6 +88,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"qos": "wide", "nodes": 4},
 )  # fmt: skip
 TAKEN: tuple[dict[str, Any], ...] = (
+    {"mem_per_cpu": "1000", "cpus_per_task": 8}, {"mem_per_gpu": "1000", "gpus_per_node": 8},
     {"time": "60"}, {"nodes": 3}, {"partition": "two", "mem": "4000", "cpus_per_task": 4},
     {"partition": "two,main", "nodes": 3}, {"partition": "min3", "nodes": 3}, {"partition": "hid"},
     {"partition": "vip", "qos": "part"}, {"gpus_per_node": 8, "gpu_type": "h100"}, {"cpus_per_task": 8, "mem": "0"},
