@@ -16,15 +16,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import jobinfo, jobnodes
 from . import policy_types as p
 from .agents import Agents, AgentSignalled
-from .budgets import NO_WORD
-from .chain import predecessor_was_cancelled
 from .continuation import Continuation
 from .desk import Desk, Question
 from .heard import OwnJob, events_of, inquire
@@ -36,12 +33,12 @@ from .run.effective import effective_config
 from .run.events import EventLog
 from .run.files import create_json
 from .run.layout import AttemptDir, RunDir, open_run
-from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
+from .run.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.packages import changes
 from .run.stacks import offer
-from .run.submissions import Submission, is_called_off, own_submission, rival, series, submissions
+from .run.submissions import Submission, own_submission, rival, series, submissions
 from .signals import SignalPipe
-from .state import attempts_of, submission_of
+from .supervise_start import end_already, refusal, settings_of
 from .track_start import PATIENCE as TRACKER_PATIENCE
 from .track_start import start_tracker, stop_tracker
 
@@ -92,47 +89,6 @@ def main(argv: list[str]) -> int:
         if supervisor is not None:
             supervisor.continuation.abandon()
         return EXIT_FAILED
-
-
-def end_already(run: RunDir, mine: list[Submission]) -> int | None:
-    """The exit code of a run that is over though its job starts; None if there is something to do.
-
-    Slurm may requeue a job that was finished inside its preemption grace, and a successor may start in the moment in
-    which it is being withdrawn.
-    """
-    own = mine[-1]
-    attempts = attempts_of(run, *mine)
-    last = Outcome.read(attempts[-1]) if attempts else None
-    is_over = last is not None and last.next is Next.NOTHING and last.cause is not Cause.SUPERSEDED
-    if last is not None and is_over and (last.cause is Cause.FINISHED or submission_of(attempts[-1]) != own.number):
-        return last.exit_code
-    return EXIT_CANCELLED if is_called_off(mine) else None
-
-
-def settings_of(config: dict[str, Any], is_batch: bool, is_local: bool, names: Sequence[str] = ()) -> p.Settings:
-    """`is_batch`: a job of Slurm's that may be started again; else a loop around us does that."""
-    cluster, r = config["cluster"], config["resilience"]
-    return p.Settings(
-        nodes=cluster["nodes"],
-        procs_per_node=cluster["procs_per_node"],
-        can_requeue=r["continuation"] != "none",
-        warning=float(r["warning"]),
-        hang_timeout=r["hang_timeout"],
-        start_timeout=r["start_timeout"],
-        save_timeout=r["save_timeout"],
-        eval_timeout=r["eval_timeout"],
-        # The agents load torch and the trainer: part of the start.
-        gather_timeout=r["start_timeout"],
-        # Without Slurm nobody else has a word on a lost node.
-        verdict_timeout=0.0 if is_local else 300.0,
-        closed_timeout=0.0 if is_local else 20.0,
-        max_restarts=r["max_restarts"],
-        progress_steps=r["progress_steps"],
-        by_topology=config["fabric"]["rank_order"] == "topology",
-        is_own_script=bool(config["task"]["cmd"]),
-        is_chain=is_batch and r["continuation"] == "chain",
-        names=tuple(names),
-    )
 
 
 class Supervisor:
@@ -188,10 +144,13 @@ class Supervisor:
 
     def serve(self) -> int:
         self._record_start()
-        self._refuse()
+        refused = refusal(self.continuation, self.submission, self.state.settings.onward, self.events)
+        if refused is None or refused.outcome.next is not Next.NOTHING:
+            self.continuation.begin()
+        if refused is not None:
+            self._finish(refused)
         if self.exit_code is not None:
             return self.exit_code
-        self.continuation.begin()
         launch = launch_agents(self.run, self.attempt, self.config, self.agents.addresses, self.token, self.job_id)
         if os.environ.get(WARNED):
             self._warned("the warning came while the job was starting")
@@ -240,29 +199,6 @@ class Supervisor:
         if changed:
             self.events.write("packages_changed", changes=changed)
             _say(f"installed packages changed since the run was launched: {', '.join(changed[:10])}")
-
-    def _refuse(self) -> None:
-        """End at once what must not begin: budgets are used up, it was cancelled, a node is known to fail launches."""
-        reason = self.continuation.refusal()
-        if reason is not None:
-            outcome = Outcome(Cause.NO_PROGRESS, Next.NOTHING, EXIT_FAILED, f"{reason}; `stoker resume` goes on")
-            return self._finish(p.Finish(outcome))
-        after = self.submission.intention.get("after")
-        was_killed = bool(self.continuation.past) and self.continuation.past[-1].cause == NO_WORD
-        if after and was_killed and predecessor_was_cancelled(str(after)):
-            reason = f"job {after} was cancelled and killed before it could say so"
-            return self._finish(p.Finish(Outcome(Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, reason)))
-        bad = self.continuation.bad_in_allocation()
-        if bad:
-            self.events.write("bad_nodes_allocated", nodes={f.node: f.reason for f in bad})
-        if self.continuation.is_hopeless(bad):
-            names = ", ".join(f"{f.node} ({f.reason})" for f in bad)
-            self.continuation.begin()
-            onward = self.state.settings.onward
-            outcome = Outcome(Cause.LAUNCH_FAILED, onward, EXIT_REQUEUE, f"allocated all the same: {names}")
-            if onward is not Next.NOTHING:
-                return self._finish(p.Finish(outcome, ask=True))
-        return None
 
     # The loop.
 

@@ -17,7 +17,7 @@ from stoker.launcher.run.events import EventLog
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.outcome import Cause, Next
 from stoker.launcher.run.submissions import new_submission, own_submission, submissions, successor_of
-from stoker.launcher.supervise import end_already
+from stoker.launcher.supervise_start import end_already
 
 SHOW = 'echo "JobId=$4 JobState={} Reason=None"'
 CONFIG = {"cluster": {"comment": "mine", "sbatch": {}}, "resilience": {"continuation": "chain"}}

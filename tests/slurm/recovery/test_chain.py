@@ -103,7 +103,7 @@ CASES: list[tuple[Callable[..., str | None], list[str], str]] = [
     (node_power, [], PAUSE),
     (killed_supervisor, [], PAUSE),
     (killed_batch_script, [], PAUSE),
-    (cancelled_and_resumed, [], PAUSE),
+    (cancelled_and_resumed, [], "step@attempt=1:pause-1000"),
     (left_alone, [], PAUSE),
 ]
 
