@@ -57,7 +57,7 @@ class Answer:
     role: str
     rank: int | None
     pid: int
-    state: str  # in words; empty if it told its stacks
+    state: str  # in words; empty if it told its stacks and no thread hangs in the kernel
     text: str = ""  # as faulthandler writes it, or py-spy
     wchan: str = ""
     kernel: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ def _answer(target: Target, asked: _Asked | None, limit: float) -> Answer:
     offer = target.offer
     beat = read_beat(target)
     if asked is not None and asked.text is not None:
-        return Answer(offer.node, offer.role, offer.rank, target.pid, "", asked.text, beat=beat)
+        return Answer(offer.node, offer.role, offer.rank, target.pid, _stuck(target.pid), asked.text, beat=beat)
     now = procfs.standing(target.pid)
     if now is None:
         return Answer(offer.node, offer.role, offer.rank, target.pid, "gone", beat=beat)
@@ -201,6 +201,13 @@ def _answer(target: Target, asked: _Asked | None, limit: float) -> Answer:
     else:
         words = f"{now.words}, but it gave no answer within {limit:g} s"
     return Answer(offer.node, offer.role, offer.rank, target.pid, words, text, now.wchan, now.kernel, beat)
+
+
+def _stuck(pid: int) -> str:
+    """Threads beside the main one that hang in the kernel, such as readers of storage that does not answer."""
+    now = procfs.standing(pid)
+    count = 0 if now is None else now.blocked_threads
+    return f"{count} of its threads in uninterruptible sleep" if count else ""
 
 
 def _by_py_spy(pid: int, limit: float) -> str:
