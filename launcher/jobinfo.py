@@ -84,6 +84,9 @@ _ENDED = {"CANCELLED", "PREEMPTED", "COMPLETING", "COMPLETED", "FAILED", "DEADLI
 _REQUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 
 
+_BATCH_ENDED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")  # reasons; scancel gives none
+
+
 def fate(info: JobInfo, restarts: int) -> JobFate:
     """Why a job in this state is being signalled. `restarts`: SLURM_RESTART_COUNT as this attempt started with it.
 
@@ -100,6 +103,8 @@ def fate(info: JobInfo, restarts: int) -> JobFate:
         return JobFate.NODE_FAIL
     if states & {"PREEMPTED", "COMPLETING"} and info.time("PreemptTime") is not None:
         return JobFate.TAKEN
+    if states & _ENDED and "CANCELLED" not in states and reason.startswith(_BATCH_ENDED):
+        return JobFate.ENDED
     if states & _ENDED:
         # Slurm does not start it again, so nor do we.
         return JobFate.CANCELLED

@@ -177,6 +177,9 @@ def _fate_outcome(state: State, e: Terminated | SlurmSaid) -> Outcome:
         case JobFate.TAKEN:
             how = "" if state.settings.is_chain else "; Slurm ends preempted jobs here: `stoker resume` goes on"
             return _onward_in_chain(state, Cause.PREEMPTED, f"preempted by a job of higher priority{how}")
+        case JobFate.ENDED:
+            reason = "the batch script was killed, or ended, before the supervisor"
+            return requeue_or_fail(state, Cause.CRASH, reason)
         case JobFate.TIME_LIMIT:
             # Without a warning in time: the last interval is lost, the run is not.
             return requeue_or_fail(state, Cause.TIME_LIMIT, "killed at the time limit")

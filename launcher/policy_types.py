@@ -241,6 +241,7 @@ class JobFate(str, Enum):
     CANCELLED = "cancelled"
     TIME_LIMIT = "time_limit"
     NODE_FAIL = "node_fail"  # ended for a failed node and not requeued
+    ENDED = "ended"  # its batch script ended, or was killed, though nobody cancelled it
     TAKEN = "taken"  # preempted and not requeued (PreemptMode=CANCEL)
     UNKNOWN = "unknown"
 

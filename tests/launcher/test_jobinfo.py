@@ -25,6 +25,9 @@ RECORD = """JobId=7 JobName=x
         ("SOMETHING_NEW", "None", 1, "PreemptTime=None", JobFate.UNKNOWN),
         ("CANCELLED", "None", 1, "PreemptTime=None", JobFate.CANCELLED),
         ("COMPLETING", "None", 1, "", JobFate.CANCELLED),
+        ("COMPLETING", "JobLaunchFailure", 1, "PreemptTime=None", JobFate.ENDED),  # kill -9 of the batch script
+        ("RUNNING", "JobLaunchFailure", 1, "PreemptTime=None", JobFate.RUNNING),
+        ("CANCELLED", "NonZeroExitCode", 1, "PreemptTime=None", JobFate.CANCELLED),
         ("COMPLETING", "None", 2, "", JobFate.REQUEUED),  # a requeue counts at once
         ("PENDING", "BeginTime", 2, "", JobFate.REQUEUED),
         ("REQUEUED", "None", 1, "", JobFate.REQUEUED),

@@ -158,6 +158,7 @@ def test_the_cause_of_a_requeue_by_slurm_is_what_it_shows(
         (p.JobFate.TIME_LIMIT, Cause.TIME_LIMIT),
         (p.JobFate.TAKEN, Cause.PREEMPTED),
         (p.JobFate.NODE_FAIL, Cause.NODE_FAILURE),
+        (p.JobFate.ENDED, Cause.CRASH),
     ],
 )
 def test_what_slurm_ends_goes_on_in_the_chain(fate: p.JobFate, cause: Cause) -> None:

@@ -64,7 +64,7 @@ def killed_supervisor(lab: Any, run: Trial) -> str:
 
 
 def killed_batch_script(lab: Any, run: Trial) -> str | None:
-    """Not even the shell around the supervisor can say anything."""
+    """The shell around the supervisor, and then itself, if it is still there: it may or may not have a last word."""
     run.wait_step(12)
     kill(lab, run, "slurm_script", "stoker.launcher.supervise")
     return None
@@ -124,7 +124,8 @@ def test_a_chain_carries_the_run_through_everything_and_leaves_nothing_in_the_qu
         outcome = run.wait_end()
         assert outcome.cause is Cause.FINISHED, run.story()
         causes = [o.cause.value if o else None for o in run.outcomes()]
-        assert causes == ([] if cause == "" else [cause]) + ["finished"], run.story()
+        expected = ([] if cause == "" else [cause]) + ["finished"]
+        assert causes == expected or (cause is None and causes == ["crash", "finished"]), run.story()
         modes = [s.mode for s in submissions(run.dir)]
         again = ["sbatch", "chain"] if cause == "cancelled" else ["chain"]
         assert modes == ["sbatch", "chain"] + again * (len(causes) - 1), run.story()
