@@ -131,7 +131,10 @@ def test_a_chain_carries_the_run_through_everything_and_leaves_nothing_in_the_qu
         assert modes == ["sbatch", "chain"] + again * (len(causes) - 1), run.story()
         same(run)
     site.empty_queue()
-    # A batch host that cannot start anything is replaced, too, though there is no successor yet.
+
+
+def test_a_batch_host_that_cannot_start_anything_is_replaced_in_a_chain(site: Any, same: Callable[..., None]) -> None:
+    """Its job has no successor yet: the batch script itself submits one that leaves the node out."""
     with site.without_python("n1"):
         run = site.launch("unusable", CHAIN)
         wait_for(run.dir.all_attempts, run.story)
@@ -140,4 +143,5 @@ def test_a_chain_carries_the_run_through_everything_and_leaves_nothing_in_the_qu
     assert "n1" not in run.nodes()
     assert list(known(run.dir.path.parent / ".bad-nodes")) == ["n1"]
     assert [s.intention.get("after") for s in submissions(run.dir)[:2]] == [None, submissions(run.dir)[0].job_id]
+    same(run)
     site.empty_queue()
