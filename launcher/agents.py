@@ -145,7 +145,8 @@ class Agents:
 
     def _lost(self, agent: _Agent, reason: str, is_closed: bool = False) -> Iterator[p.Event]:
         self._drop(agent)
-        if agent.node is not None:
+        # One that has come back by another connection is not lost.
+        if agent.node is not None and all(a.node != agent.node for a in self._known()):
             yield p.AgentLost(agent.node, reason, is_closed)
 
     def _drop(self, agent: _Agent) -> None:

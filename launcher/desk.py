@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,10 +66,17 @@ class Desk:
                 if not questions:
                     self._is_asking = False
                     return
-            info = self._query(self._job_id)
+            info = self._answer()
             if info is None:
                 time.sleep(RETRY_AFTER)
-                info = self._query(self._job_id)
+                info = self._answer()
             with self._lock:
                 self._answers += [(q, info) for q in questions]
             os.write(self._write_end, b"!")
+
+    def _answer(self) -> JobInfo | None:
+        try:
+            return self._query(self._job_id)
+        except Exception:  # whatever Slurm said: the next question must find a desk that works
+            traceback.print_exc()
+            return None

@@ -79,15 +79,13 @@ def events_of(
     why, down = (info.why, info.down) if info else (None, ())
     if info is not None and fate is p.JobFate.TAKEN and why is not Cause.PREEMPTED and info.state == "COMPLETING":
         fate = p.JobFate.CANCELLED  # somebody cancelled it in its grace time
+    # Slurm sends the same signal before the time limit and at a preemption, and both move the end near.
+    is_preempted = info is not None and info.time("PreemptTime") is not None
+    cause, what = (Cause.PREEMPTED, "preempted") if is_preempted else (Cause.TIME_LIMIT, "the time limit is near")
     match question.about:
         case "clock" if left is None or left < warning:
-            return [p.Warned(Cause.TIME_LIMIT, "the time limit is near", left)]
+            return [p.Warned(cause, what, left)]
         case "warning":
-            # Slurm sends the same signal before the time limit and at a preemption.
-            is_preempted = info is not None and info.time("PreemptTime") is not None
-            cause, what = (
-                (Cause.PREEMPTED, "preempted") if is_preempted else (Cause.TIME_LIMIT, "the time limit is near")
-            )
             # Slurm does not answer: the lead that was asked for, from when the warning came.
             left = warning - since_warned if info is None else left
             return [p.Warned(cause, f"{what} ({question.by})", left)]

@@ -53,6 +53,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return _tick(state)
         case AgentJoined():
             return joined(state, event)
+        case AgentReady() if event.node not in state.agents:
+            return state, ()  # it was given up meanwhile
         case AgentReady():
             view = replace(state.agents[event.node], is_ready=True)
             return form_if_complete(replace(state, agents={**state.agents, event.node: view}))

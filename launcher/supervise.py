@@ -363,7 +363,7 @@ def _start_ticks() -> int:
 
 
 def _urgency(action: p.Action) -> int:
-    return 1 if isinstance(action, p.Note) else 2 if isinstance(action, p.Finish) else 0
+    return 1 if isinstance(action, p.Note | p.Blame) else 2 if isinstance(action, p.Finish) else 0
 
 
 def _say(text: str) -> None:

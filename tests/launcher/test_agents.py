@@ -188,3 +188,12 @@ def test_the_token_is_in_no_file_and_no_argument_list(tmp_path: Path) -> None:
         "stoker.launcher.agent",
         "/runs/a b",
     ]
+
+
+def test_a_node_that_has_come_back_by_another_connection_is_not_lost(agents: Agents) -> None:
+    first, _ = join(agents, "n1")
+    second, _ = join(agents, "n1")
+    first.close()
+    assert read(agents) == []
+    second.close()
+    assert [e.node for e in read(agents)] == ["n1"]

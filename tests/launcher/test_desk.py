@@ -50,3 +50,16 @@ def test_no_answer_is_tried_once_more_and_then_said() -> None:
     desk.ask(Question("start"))
     assert answers(desk, 1) == [(Question("start"), None)]
     assert calls == ["7", "7"]
+
+
+def test_an_answer_that_cannot_be_read_is_none_and_the_desk_works_on() -> None:
+    said: list[str] = ["7x", "7x"]
+
+    def query(job: str) -> JobInfo:
+        return parse(f"JobId=7 JobState=RUNNING Restarts={int(said.pop()) if said else 3}")
+
+    desk = Desk("7", query)
+    desk.ask(Question("start"))
+    assert answers(desk, 1) == [(Question("start"), None)]
+    desk.ask(Question("clock"))
+    assert [info.fields["Restarts"] for _, info in answers(desk, 1) if info] == ["3"]

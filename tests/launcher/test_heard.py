@@ -72,3 +72,14 @@ def test_a_running_job_costs_one_question(tmp_path: Path) -> None:
 def test_array_tasks_are_asked_for_by_array_and_task() -> None:
     assert jobinfo.slurm_name({"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}) == "7_1"
     assert jobinfo.slurm_name({"SLURM_JOB_ID": "8"}) == "8"
+
+
+@pytest.mark.parametrize("about", ["clock", "warning"])
+def test_an_end_that_preemption_brought_near_is_no_time_limit(about: str) -> None:
+    info = parse("JobId=7 JobState=RUNNING Restarts=0 PreemptTime=2026-11-30T14:08:35")
+    (event,) = events_of(Question(about, "SIGUSR1"), info, 0, 120.0, 0.0)
+    assert isinstance(event, p.Warned)
+    assert event.cause is Cause.PREEMPTED
+    (event,) = events_of(Question(about, "SIGUSR1"), parse("JobId=7 JobState=RUNNING Restarts=0"), 0, 120.0, 0.0)
+    assert isinstance(event, p.Warned)
+    assert event.cause is Cause.TIME_LIMIT

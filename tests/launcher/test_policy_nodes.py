@@ -8,6 +8,7 @@ import pytest
 from stoker.launcher import policy_types as p
 from stoker.launcher.run.heartbeat import Phase
 from stoker.launcher.run.outcome import Cause, Next
+from stoker.launcher.supervise import _urgency
 
 from .test_policy import SETTINGS, Scene, warned
 
@@ -184,3 +185,17 @@ def test_a_warned_stop_in_a_chain_leaves_the_rest_to_the_successor() -> None:
     s.feed(warned(1.0))
     finish = s.finish(s.feed(s.exited(0, None, "SIGKILL"), s.exited(1, None, "SIGKILL")))
     assert (finish.outcome.next, finish.ask) == (Next.CHAIN, True)
+
+
+def test_a_node_that_was_given_up_and_is_ready_after_all_changes_nothing() -> None:
+    s = Scene(THREE)
+    s.feed(p.AgentJoined("n1", "a"), p.AgentJoined("n2", "b"), p.AgentFailed("n2", "Exited with exit code 1"))
+    assert s.feed(p.AgentReady("n2")) == []
+    assert s.state.failed == {"n2": "Exited with exit code 1"}
+
+
+def test_workers_are_killed_and_forked_before_storage_is_written() -> None:
+    actions: list[p.Action] = [
+        p.Blame("n1", Cause.HARDWARE_FAULT, "x"), p.Note("x", {}), p.KillWorkers(1), p.AskSlurm(),
+    ]  # fmt: skip
+    assert sorted(actions, key=_urgency) == [actions[2], actions[3], actions[0], actions[1]]
