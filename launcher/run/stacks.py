@@ -54,8 +54,16 @@ class Offer:
 
 
 def run_key(run: RunDir) -> str:
-    """The run in a file's name, whatever characters its directory has."""
-    return hashlib.blake2b(os.fsencode(run.path.name), digest_size=8).hexdigest()
+    """The run in a file's name, whatever characters its directory has.
+
+    Two directories may be called the same, and one may be reached by several paths (containers, links): the name goes
+    together with the number that the shared file system has for it, which is the same everywhere.
+    """
+    try:
+        number = os.stat(run.path).st_ino
+    except OSError:
+        number = 0
+    return hashlib.blake2b(os.fsencode(f"{run.path.name}/{number}"), digest_size=8).hexdigest()
 
 
 def node_name() -> str:

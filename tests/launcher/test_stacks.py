@@ -31,8 +31,7 @@ if os.fork():
 offer(RunDir(Path(sys.argv[1])), 1, "g1-r" + rank)
 child = os.fork()  # a data worker of the user's: it inherits the offer and is none of ours
 def stuck_here():
-    os.write(1, b"%d\\n" % os.getpid())
-    time.sleep(600)
+    os.write(1, b"%d\\n" % os.getpid()); time.sleep(600)  # one line, so that it is in it once it has said so
 stuck_here()
 """
 
@@ -40,6 +39,7 @@ stuck_here()
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[int], int]]:
     """Start a worker that hangs; its pid."""
+    (tmp_path / "run").mkdir()
     started = []
 
     def begin(rank: int) -> int:
@@ -67,13 +67,23 @@ def test_hanging_workers_tell_their_line_and_go_on(start: Callable[[int], int], 
     for _ in range(2):  # the second time is as good as the first
         found = [t for t in targets(run, 1, None) if t.offer.rank is not None]
         assert [(t.offer.rank, t.pid) for t in found] == sorted(pids.items()), "forks of a worker are not asked"
-        for answer in collect(found):
+        for answer in collect(found, limit=60.0):
             assert answer.state == ""
-            assert parse(answer.text)[0].frames[0] == "<string>:15 in stuck_here"
+            assert parse(answer.text)[0].frames[0] == "<string>:14 in stuck_here"
     assert targets(run, 2, None) == [], "another attempt"
     assert targets(RunDir(tmp_path / "other"), 1, None) == []
     assert targets(run, 1, "another-node") == []
     assert all(procfs.standing(pid) for pid in pids.values())
+
+
+def test_a_run_directory_of_the_same_name_elsewhere_is_another_run(start: Callable[[int], int], tmp_path: Path) -> None:
+    start(0)
+    namesake, link = tmp_path / "elsewhere" / "run", tmp_path / "linked" / "run"
+    namesake.mkdir(parents=True)
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "run")
+    assert targets(RunDir(namesake), 1, None) == []
+    assert len(targets(RunDir(link), 1, None)) == 2, "by whatever path"
 
 
 OWN_SCRIPT = """
@@ -97,6 +107,7 @@ def test_a_program_of_the_users_own_is_told_by_the_kernel_and_its_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no py-spy
+    (tmp_path / "run").mkdir()
     with subprocess.Popen(
         [sys.executable, "-c", OWN_SCRIPT, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "PATH": "/bin:/usr/bin"},
