@@ -22,6 +22,8 @@ def cache_variables(environ: Mapping[str, str]) -> dict[str, str]:
     wanted = {name: f"{code}/cache/{folder}" for name, folder in _CACHES.items()}
     # Compiled modules lie beside their sources where these are node-local, in a staged environment or an image.
     # Elsewhere the first start on a node compiles them anew (seconds), instead of writing to shared storage.
-    if ENV_DIR not in environ and INSIDE not in environ:
+    # Where nothing may be written (many images say so) those beside the sources have to do: with another place to look
+    # for them every start would compile all of torch.
+    if ENV_DIR not in environ and INSIDE not in environ and not environ.get("PYTHONDONTWRITEBYTECODE"):
         wanted["PYTHONPYCACHEPREFIX"] = f"{code}/cache/python"
     return {name: value for name, value in wanted.items() if name not in environ}

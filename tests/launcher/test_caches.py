@@ -26,5 +26,10 @@ def test_compiled_modules_stay_beside_their_sources_where_these_are_on_the_node(
         assert "PYTHONPYCACHEPREFIX" not in cache_variables({"STOKER_CODE": CODE, name: "x"})
 
 
+def test_where_no_compiled_modules_may_be_written_those_that_there_are_are_used() -> None:
+    assert "PYTHONPYCACHEPREFIX" not in cache_variables({"STOKER_CODE": CODE, "PYTHONDONTWRITEBYTECODE": "1"})
+    assert "PYTHONPYCACHEPREFIX" in cache_variables({"STOKER_CODE": CODE, "PYTHONDONTWRITEBYTECODE": ""})
+
+
 def test_without_node_local_storage_nothing_is_set() -> None:
     assert cache_variables({"HOME": "/home/me"}) == {}
