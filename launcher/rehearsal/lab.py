@@ -5,16 +5,21 @@ Owns: its configuration, its text, and how it is started in each place. Breaking
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from ..errors import environment_error
+from . import processes
 from .cluster import Cluster
 from .ground import stoker_argv
 from .trial import Trial
@@ -24,6 +29,7 @@ PAUSE = "step:pause-60"  # milliseconds per step, so that there is time to break
 HANG_TIMEOUT, LEASE = 6, 8  # seconds
 _TEXT = ("argparse.py", "ast.py", "inspect.py", "tarfile.py", "typing.py")  # of Python's standard library
 _START_LIMIT = 120.0  # seconds for a command that does not wait for the run
+_END_LIMIT = 30.0  # seconds in which what was asked to end has to
 
 BASE = (
     "model=tiny",
@@ -54,7 +60,8 @@ class Lab:
     cluster: Cluster | None = None
     in_allocation: bool = False
     nodes: int = 2
-    _mine: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _mine: list[subprocess.Popen[str]] = field(default_factory=list)  # all that we have started and that may still run
+    _is_closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -73,21 +80,42 @@ class Lab:
 
     def stoker(self, *argv: str, failpoints: str = "") -> str:
         """Run a stoker command; its output. Raises UserError when it fails."""
-        done = subprocess.run(
-            stoker_argv(argv),
-            env=self._env(failpoints),
-            cwd=self.root,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_START_LIMIT,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise environment_error(
-                f"stoker {argv[0]}: exit code {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+        code, said = self._run(argv, failpoints)
+        if code != 0:
+            raise environment_error(f"stoker {argv[0]}: exit code {code}: {said[-2000:]}")
+        return said
+
+    def _run(self, argv: Sequence[str], failpoints: str = "") -> tuple[int, str]:
+        """Exit code and words of a stoker command. Raises subprocess.TimeoutExpired."""
+        process = self._start(argv, failpoints, subprocess.PIPE)
+        try:
+            said, _ = process.communicate(timeout=_START_LIMIT)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+        finally:
+            with self._lock:
+                self._mine.remove(process)
+        return process.returncode, said
+
+    def _start(self, argv: Sequence[str], failpoints: str, output: int | IO[bytes]) -> subprocess.Popen[str]:
+        """Start a stoker command here. Raises UserError once the lab is closed: a drill's thread does not know that."""
+        with self._lock:
+            if self._is_closed:
+                raise environment_error("the rehearsal is being stopped")
+            process = subprocess.Popen(
+                stoker_argv(argv),
+                env=self._env(failpoints),
+                cwd=self.root,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
-        return done.stdout
+            self._mine.append(process)
+        return process
 
     def slurm(self, *argv: str) -> str:
         """Run a command as a client of our own cluster."""
@@ -118,17 +146,7 @@ class Lab:
         """`stoker run` in the background; it works in an allocation and without Slurm."""
         log = self.root / f"{name}.log"
         with open(log, "wb") as output:
-            process = subprocess.Popen(
-                stoker_argv(["run", *arguments]),
-                env=self._env(failpoints),
-                cwd=self.root,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        with self._lock:
-            self._mine.append(process)
+            process = self._start(["run", *arguments], failpoints, output)
         deadline = time.monotonic() + _START_LIMIT
         while not list(self.root.glob(f"{name}-*/submissions/*.local.json")):
             if process.poll() is not None or time.monotonic() > deadline:
@@ -146,26 +164,33 @@ class Lab:
         return {**env, "OMP_NUM_THREADS": "1", "STOKER_FAILPOINTS": failpoints}
 
     def stop(self, name: str) -> None:
-        """End what is left of a drill's run (`*`: of every run); the run directories stay."""
-        for found in self.root.glob(f"{name}-*/run.json"):
-            if not Trial(found.parent).is_over():
-                subprocess.run(
-                    stoker_argv(["cancel", str(found.parent)]),
-                    env=self._env(""),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=sys.stderr,
-                    timeout=_START_LIMIT,
-                    check=False,
-                )
+        """End what is left of a drill's run, unless `close` does; the run directory stays."""
+        for run in [] if self._is_closed else self._unended(name):
+            code, said = self._run(["cancel", str(run)])
+            if code != 0:
+                print(said, file=sys.stderr)
+
+    def _unended(self, name: str) -> list[Path]:
+        found = [path.parent for path in self.root.glob(f"{name}-*/run.json")]
+        return [path for path in found if not Trial(path).is_over()]
 
     def close(self) -> None:
-        """End what still runs here."""
-        if self._mine:
-            self.stop("*")
-        for process in self._mine:
-            try:
-                process.wait(timeout=20.0)
-            except subprocess.TimeoutExpired:
+        """End what still runs here, and let nothing start any more."""
+        with self._lock:
+            self._is_closed = True
+            mine = list(self._mine)
+        # A run takes it as its end, and a command that has not got as far as a run just ends: no run is asked by name,
+        # since one that is only being made has none yet.
+        for process in mine:
+            process.terminate()
+        deadline = time.monotonic() + _END_LIMIT
+        for process in mine:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        for process in mine:
+            if process.poll() is None:
+                # Its supervisor is in a session of its own, and would go on.
+                below = processes.descendants(process.pid)
                 process.kill()
+                processes.send(signal.SIGKILL, below)
                 process.wait()

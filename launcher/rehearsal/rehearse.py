@@ -123,7 +123,11 @@ def _place(
     spec = ClusterSpec(nodes=2 * parallel + broken + 1, isolate=is_isolated, share=share)
     with temporary_cluster(spec) as cluster:
         print(f"a private Slurm of {spec.nodes} {ground.value} nodes is up", flush=True)
-        yield Lab(root, cluster), offer
+        lab = Lab(root, cluster)
+        try:
+            yield lab, offer
+        finally:
+            lab.close()
 
 
 def _refuse_if_none(chosen: Sequence[Drill], offer: Needs) -> None:

@@ -22,15 +22,17 @@ sys.path.append(str(Path(__file__).parents[1]))  # for made_run
 from made_run import add_steps, end_attempt, finish, make_run, start_attempt
 from stoker.launcher import cli
 from stoker.launcher.errors import UserError
+from stoker.launcher.rehearsal import lab as lab_module
 from stoker.launcher.rehearsal import rehearse
 from stoker.launcher.rehearsal.drills import DRILLS, Disturbed, Drill, Needs, flip_one_bit, truncate
 from stoker.launcher.rehearsal.ground import Ground, temporary_cluster
 from stoker.launcher.rehearsal.lab import Lab
 from stoker.launcher.rehearsal.measure import Cost
+from stoker.launcher.rehearsal.processes import find as find_process
 from stoker.launcher.rehearsal.rehearse import Pool, select
 from stoker.launcher.rehearsal.report import Result, as_json, markdown, report, table
 from stoker.launcher.rehearsal.spec import ClusterSpec
-from stoker.launcher.rehearsal.trial import Trial
+from stoker.launcher.rehearsal.trial import Trial, wait_for
 from stoker.launcher.rehearsal.verdict import Calm, Expected, Facts, find, judge
 from stoker.launcher.run.outcome import Cause
 
@@ -313,6 +315,42 @@ def test_a_drill_on_this_machine(tmp_path: Path) -> None:
     (result,) = json.loads((tmp_path / "r.json").read_text())["drills"]
     assert (result["verdict"], result["steps_lost"], result["attempts"]) == ("PASS", 15, 1)
     assert 0 < result["seconds"] < 60
+
+
+# As `stoker run` before it hears anything: a process in a session of its own below it.
+DEAF = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+os.write(1, b"%d\\n" % below.pid)
+time.sleep(600)
+"""
+
+
+def test_a_lab_that_is_closed_leaves_no_process_and_starts_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab_module, "stoker_argv", lambda argv: [sys.executable, "-c", DEAF])
+    monkeypatch.setattr(lab_module, "_END_LIMIT", 0.1)
+    lab, errors = Lab(tmp_path), list[str]()
+
+    def launch() -> None:
+        try:
+            lab.launch("a")
+        except UserError as e:
+            errors.append(str(e))
+
+    drill_thread = threading.Thread(target=launch)
+    drill_thread.start()
+    wait_for(lambda: (tmp_path / "a.log").exists() and (tmp_path / "a.log").read_text(), lambda: "its start")
+    below = int((tmp_path / "a.log").read_text())
+    lab.close()
+    wait_for(lambda: find_process(below) is None, lambda: "the end of what ran below", 10.0)
+    drill_thread.join(30)
+    assert ["stoker run did not start" in error for error in errors] == [True]
+    for again in (lambda: lab.launch("b"), lambda: lab.stoker("resume", "a")):
+        with pytest.raises(UserError, match="the rehearsal is being stopped"):
+            again()
 
 
 def test_an_interrupted_rehearsal_leaves_no_process(tmp_path: Path) -> None:
