@@ -54,8 +54,8 @@ def _job_to_wait_for(text: str, must_succeed: bool, notes: list[str]) -> str | N
 
 
 def _job_of_run(run: RunDir, text: str, must_succeed: bool, notes: list[str]) -> str | None:
+    learn_jobs(run)
     found = submissions(run)
-    learn_jobs(found)
     state = look(run, queue_of([run]))
     if not found:
         raise UserError(f"--after {text}: this run was never submitted")

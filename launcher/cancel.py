@@ -19,9 +19,8 @@ from .process import ProcessId, loop_process
 from .run.files import read_json
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
-from .run.submissions import Submission, series, submissions
+from .run.submissions import Submission, new_submission, series, submissions
 from .state import attempts_of, cluster_of, jobs_of, look, queue_of
-from .submit import jobs_with
 
 WAIT = 120.0  # seconds: KillWait of usual sites, and what a last save takes
 _PAUSE_FIRST, _PAUSE_LONGEST = 0.2, 3.0
@@ -42,33 +41,51 @@ def cancel(run: RunDir, timeout: float = WAIT) -> int:
     Raises:
         UserError: it was never submitted, or Slurm refuses.
     """
+    learn_jobs(run, beside_others=True)
     found = submissions(run)
     if not found:
         raise environment_error(f"{run.path}: never submitted; there is nothing to cancel")
-    learn_jobs(found)
     live = live_jobs(found)
     processes = local_processes(found)
-    if not live and not any(p.is_alive() is not False for p in processes):
-        state = look(run, queue_of([run]))
-        if state.is_over:
-            print(f"{run.path}: {state.state.value} already; nothing to cancel")
-            return EXIT_FINISHED
+    state = look(run, queue_of([run]))
+    # In any case: there may be a job that nobody can see now.
     for submission in {s.number: s for s in (*live, *series(found))}.values():
         submission.cancel("stoker cancel")
+    if state.is_over and not live and not any(p.is_alive() is not False for p in processes):
+        print(f"{run.path}: {state.state.value} already; nothing to cancel")
+        return EXIT_FINISHED
     _stop_jobs(live)
     _stop_processes(processes)
     return _await_end(run, live, processes, timeout)
 
 
-def learn_jobs(found: Sequence[Submission]) -> None:
-    """Look up the jobs of submissions whose answer from sbatch was lost."""
+def learn_jobs(run: RunDir, beside_others: bool = False) -> bool:
+    """Look up the run's jobs that its files do not know; whether there were any.
+
+    They are those of submissions whose answer from sbatch was lost, known by their tokens, and those that somebody
+    submitted by hand, known by the script. The latter begin a series of their own, by which the run is judged then, so
+    they are noted only where no other job of the run is there, or `beside_others`.
+    """
+    found = submissions(run)
+    jobs = slurm.squeue() if found or run.script.exists() else None
     known = {s.job_id for s in found}
-    for submission in found:
+    fresh = [job for job in jobs or [] if job.job_id not in known]
+    has_learnt = False
+    for submission in (s for s in found if s.job_id is None):
         token = submission.intention.get("token")
-        if submission.job_id is None and token:
-            others = frozenset(job_id for job_id in known if job_id)
-            for job in jobs_with(str(token), submission.run.path, others) or []:
-                submission.set_job(job.job_id)
+        for job in [job for job in fresh if token and job.carries(str(token))]:
+            has_learnt |= submission.set_job(job.job_id)
+            fresh.remove(job)
+    known |= {s.job_id for s in found}
+    if not beside_others and any(not job.is_over for job in jobs or [] if job.job_id in known):
+        return has_learnt
+    scripts = [run.script, *run.submissions.glob("*.sbatch")]
+    for job in fresh:
+        if not job.is_over and any(job.starts(script) for script in scripts):
+            # As the job itself does when it starts (run/submissions.py, `own_submission`).
+            free = next((s for s in reversed(found) if s.mode == "sbatch" and s.job_id is None), None)
+            has_learnt |= (free or new_submission(run, "adopted")).set_job(job.job_id)
+    return has_learnt
 
 
 def live_jobs(found: Sequence[Submission]) -> list[Submission]:

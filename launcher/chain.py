@@ -108,8 +108,16 @@ class Chain:
         return None if info is not None and info.state in _ENDED_WAITING else found
 
     def _look_up(self, submission: Submission) -> str | None:
-        jobs = jobs_with(str(submission.intention["token"]), submission.run.path, self._known())
-        return jobs[0].job_id if jobs else None
+        """The job of a successor whose answer was lost.
+
+        Raises:
+            SubmissionError: nobody can tell.
+        """
+        script = effective_script(submission.run, submission.number)
+        jobs = jobs_with(str(submission.intention["token"]), script, self._known())
+        if jobs is None:
+            raise SubmissionError("Slurm does not say whether it took the successor", may_be_queued=True)
+        return next((job.job_id for job in jobs if not job.is_over), None)
 
     def _known(self) -> frozenset[str]:
         found = (s.job_id for s in submissions(self.own.run))
@@ -123,7 +131,6 @@ class Chain:
         options += ["--begin=now"] if cluster.get("begin") else []
         request = Request(
             effective_script(submission.run, submission.number),
-            submission.run.path,
             str(submission.intention["token"]),
             cluster.get("comment"),
             self._known(),

@@ -146,7 +146,7 @@ class StokerExecutor(core.Executor):
         exclude = exclusion(run, config) if findings(run, config) else ""
         options += (f"--exclude={exclude}",) if exclude else ()
         own_comment = config["cluster"].get("comment")
-        request = Request(script, run.path, str(intention["token"]), own_comment, others, options)
+        request = Request(script, str(intention["token"]), own_comment, others, options)
         accepted = submit_script(request)
         submission.set_job(accepted.job_id, accepted.cluster)
         known = submission.job_id

@@ -118,8 +118,8 @@ def refuse_if_alive(run: RunDir) -> None:
     Raises:
         UserError: a job or a process of the run is there, or nobody can tell.
     """
+    learn_jobs(run)
     found = submissions(run)
-    learn_jobs(found)
     if found and is_under_way(found[-1]):
         raise environment_error(f"{run.path}: somebody is just submitting it (submission {found[-1].number})")
     state = look(run, queue_of([run]))

@@ -21,7 +21,7 @@ from .errors import UserError, environment_error
 TIMEOUT = 30.0  # seconds a Slurm command may take; slurmctld answers in milliseconds or is in trouble
 AT_ONCE = 4.0  # the same where a person waits, and the files say most of it without Slurm
 _SEPARATOR = "\x1f"  # no run directory, comment or reason has it
-_FIELDS = ("%i", "%T", "%M", "%N", "%r", "%Z", "%k")
+_FIELDS = ("%i", "%T", "%M", "%N", "%r", "%Z", "%k", "%o")
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _ENDED |= {"REVOKED", "TIMEOUT"}
 _JOB_ID_WORDS = re.compile(r"Submitted batch job (\d+)(?: on cluster (\S+))?")
@@ -53,6 +53,16 @@ class QueuedJob:
     reason: str
     workdir: str
     comment: str
+    command: str = ""  # path of the script that was given to sbatch, and its arguments
+
+    def carries(self, token: str) -> bool:
+        """Whether it was submitted with a token (submit.py)."""
+        return self.comment.endswith(f"stoker:{token}")
+
+    def starts(self, script: Path) -> bool:
+        """Whether it was submitted with this script."""
+        named = {str(script), os.path.realpath(script)}
+        return any(self.command == name or self.command.startswith(f"{name} ") for name in named)
 
     @property
     def is_over(self) -> bool:

@@ -1,13 +1,12 @@
 """Getting a script accepted by Slurm exactly once, whatever happens to the answer.
 
-Owns: the retry policy around sbatch. Each submission carries a unique token in the job's comment and works in its run
-directory; before anything is sent a second time, squeue is asked for such a job, until it answers. Should a first
-request arrive later all the same, its job finds the token taken and ends (run/submissions.py). Standard library only.
+Owns: the retry policy around sbatch. Each submission carries a unique token in the job's comment and starts a script of
+its run; before anything is sent a second time, squeue is asked for such a job, until it answers. Should a first request
+arrive later all the same, its job finds the token taken and ends (run/submissions.py). Standard library only.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +50,6 @@ class Request:
     """What is submitted, and by what its job is known again."""
 
     script: Path
-    directory: Path  # the run directory, in which the job works
     token: str
     own_comment: str | None = None
     others: frozenset[str] = frozenset()  # jobs known to belong to the run's other submissions
@@ -98,7 +96,7 @@ def _look_up(request: Request, sleep: Callable[[float], None]) -> list[slurm.Que
         if number >= len(_LOOKUPS) and answered:
             break
         sleep(wait)
-        found = jobs_with(request.token, request.directory, request.others)
+        found = jobs_with(request.token, request.script, request.others)
         if found:
             return found
         if found is None and number == 0:
@@ -107,26 +105,25 @@ def _look_up(request: Request, sleep: Callable[[float], None]) -> list[slurm.Que
     return [] if answered else None
 
 
-def jobs_with(token: str, directory: Path, others: frozenset[str] = frozenset()) -> list[slurm.QueuedJob] | None:
-    """This user's jobs that carry a token, or work in a run directory (sites rewrite comments); None: no answer.
+def jobs_with(token: str, script: Path, others: frozenset[str] = frozenset()) -> list[slurm.QueuedJob] | None:
+    """This user's jobs that carry a token, or start a run's script (sites rewrite comments); None: no answer.
 
-    `others`: jobs of the directory that are known to be somebody else's.
+    `others`: jobs with that script that are known to be somebody else's. A job that merely works in the run directory
+    is the user's own affair.
     """
     jobs = slurm.squeue()
     if jobs is None:
         return None
-    here = os.path.realpath(directory)
     return [
         job
         for job in jobs
-        if job.job_id not in others
-        and (job.comment.endswith(f"stoker:{token}") or (not job.is_over and os.path.realpath(job.workdir) == here))
+        if job.job_id not in others and (job.carries(token) or (not job.is_over and job.starts(script)))
     ]
 
 
 def _cancel_others(request: Request, job: Accepted) -> None:
     """A first try that seemed lost may have arrived after all; two jobs on one run would fence each other out."""
-    found = jobs_with(request.token, request.directory, request.others) or []
+    found = jobs_with(request.token, request.script, request.others) or []
     others = [other.job_id for other in found if other.job_id != job.job_id]
     if others:
         slurm.scancel(others)

@@ -42,9 +42,14 @@ ALERTS = {
 
 
 def is_settled(run: RunDir) -> bool:
-    """Whether its own last word was that nothing is to follow: most runs below an old root, of no further interest."""
+    """Whether its own last word was that nothing is to follow: most runs below an old root, of no further interest.
+
+    A headless job may speak after all when the watch ends it; that is not the run's last word.
+    """
     try:
         outcome = state_facts(run, {}).outcome
+        if any(replaced_path(s).exists() for s in series(submissions(run))):
+            return False
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return outcome is not None and outcome.next is Next.NOTHING and outcome.cause not in SITE_S_DOING

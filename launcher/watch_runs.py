@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .cancel import learn_jobs
 from .find import DEFAULT_ROOT, find_runs
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
@@ -75,10 +76,13 @@ def look_once(runs: Sequence[RunDir], limits: Limits, is_fixing: bool = False) -
     for run in runs:
         try:
             facts = gather(run, queue, limits)
+            found = findings(facts, limits)
+            if queue is not None and any(f.check == "lost" for f in found) and learn_jobs(run):
+                facts = gather(run, ask([run]), limits)
+                found = findings(facts, limits)
         except (OSError, ValueError, KeyError, TypeError) as e:
             lines.append(Line(run.path.name, "damaged", str(e)))
             continue
-        found = findings(facts, limits)
         if found:
             lines += _lines(run, facts, found, is_fixing, told)
     return lines

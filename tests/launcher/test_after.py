@@ -16,7 +16,7 @@ from stoker.launcher.run.outcome import Cause, Next, Outcome
 from stoker.launcher.run.submissions import new_submission, submissions
 
 JOBS = {"7": "RUNNING", "8": "PENDING", "9": "COMPLETED", "10": "FAILED", "12_3": "RUNNING"}
-ROW = r"printf '%s\x1f%s\x1f0:00\x1f\x1fNone\x1f/w\x1fx\n'"
+ROW = r"printf '%s\x1f%s\x1f0:00\x1f\x1fNone\x1f/w\x1fx\x1f/c\n'"
 # squeue for one job, by its id.
 SQUEUE = 'case "$*" in\n' + "".join(f"*--jobs={j}) {ROW} {j} {state};;\n" for j, state in JOBS.items())
 SQUEUE += '*--jobs=11) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;;\nesac'

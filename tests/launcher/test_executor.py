@@ -20,7 +20,7 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 
 
 def squeue(state: str) -> str:
-    return f"printf '7\\x1f{state}\\x1f1:00\\x1fn1\\x1fNone\\x1f/w\\x1fx\\n'"
+    return f"printf '7\\x1f{state}\\x1f1:00\\x1fn1\\x1fNone\\x1f/w\\x1fx\\x1f/c\\n'"
 
 
 @pytest.fixture

@@ -163,6 +163,7 @@ def test_lost_answer_keeps_the_run(
 ) -> None:
     """The job may be in the queue: its run directory must be there when it starts."""
     monkeypatch.setattr("stoker.launcher.submit._LOOKUPS", (0.0,))
+    monkeypatch.setattr("stoker.launcher.submit._AWAY", (0.0,))
     accepting(fake_slurm, "echo 'Socket timed out' >&2; exit 1")
     fake_slurm.program("squeue", "exit 1")
     assert cli.main(["launch", *overrides]) == 1

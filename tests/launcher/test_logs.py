@@ -86,7 +86,7 @@ def test_tail_of_an_empty_file(tmp_path: Path) -> None:
 
 
 def test_follow_goes_on_over_a_requeue_and_ends_with_the_run(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
-    fake_slurm.program("squeue", "printf '7\\x1fRUNNING\\x1f1:00\\x1fn1\\x1fNone\\x1f/w\\x1fx\\n'")
+    fake_slurm.program("squeue", "printf '7\\x1fRUNNING\\x1f1:00\\x1fn1\\x1fNone\\x1f/w\\x1fx\\x1f/c\\n'")
     Outcome(Cause.PREEMPTED, Next.REQUEUE, 75, "preempted").write(run.attempt(2))
 
     def go_on() -> None:

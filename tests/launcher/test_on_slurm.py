@@ -210,6 +210,25 @@ def test_pending_job_is_cancelled_for_good(stoker: Any, cluster: Cluster, overri
     assert os.listdir(run.job_logs) == []
 
 
+def test_a_job_submitted_by_hand_is_the_run_s_and_another_script_in_its_directory_is_not(
+    stoker: Any, cluster: Cluster, overrides: list[str], tmp_path: Path
+) -> None:
+    assert stoker("launch", "--no-submit", *overrides).returncode == 0
+    run = the_run(tmp_path)
+    (run.path / "eval.sh").write_text("#!/bin/bash\nexec sleep 100\n")
+
+    def sbatch(*argv: str) -> str:
+        command = ["sbatch", "--parsable", *argv]
+        done = subprocess.run(command, env=cluster.env, cwd=run.path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    theirs, ours = sbatch("--output=/dev/null", "eval.sh"), sbatch("--hold", "submit.sbatch")
+    refused = stoker("resume", str(run.path))
+    assert f"job {ours} still works on it (HELD)" in refused.stderr
+    assert stoker("cancel", str(run.path)).stdout.endswith(f": cancelled; job {ours} ended\n")
+    assert cluster.job(theirs).state in ("PENDING", "CONFIGURING", "RUNNING")
+
+
 def test_a_run_waits_for_another_and_its_script_knows_nothing_of_it(
     stoker: Any, cluster: Cluster, overrides: list[str], tmp_path: Path
 ) -> None:

@@ -129,7 +129,8 @@ def test_queue(version: str) -> None:
     """Recorded rows, brought into the order of our own format."""
     rows = [line.split("|") for line in text(version, "squeue-fields").splitlines()[1:]]
     ours = [
-        "\x1f".join([job, state, time, nodes, reason, "/w d", "c"]) for job, state, reason, nodes, _, time, *_ in rows
+        "\x1f".join([job, state, time, nodes, reason, "/w d", "c", "/s"])
+        for job, state, reason, nodes, _, time, *_ in rows
     ]
     found = {job.job_id: job for job in slurm.parse_squeue("\n".join(ours))}
     assert len(found) == 14

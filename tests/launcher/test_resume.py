@@ -17,7 +17,7 @@ from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.effective import effective_config, effective_script
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
-from stoker.launcher.run.submissions import new_submission, next_number, submissions
+from stoker.launcher.run.submissions import new_submission, next_number, own_submission, submissions
 
 SCONTROL = (
     'case "$*" in *partition) echo "PartitionName=main Default=YES DefaultTime=NONE MaxNodes=UNLIMITED '
@@ -25,8 +25,9 @@ SCONTROL = (
 )
 
 
-def queue(job: str, state: str, comment: str = "x") -> str:
-    return f"printf '{job}\\x1f{state}\\x1f1:00\\x1fn1\\x1fNone\\x1f/w\\x1f{comment}\\n'"
+def queue(job: str, state: str, comment: str = "x", workdir: object = "/w", command: object = "/c") -> str:
+    cells = (job, state, "1:00", "n1", "None", workdir, comment, command)
+    return "printf '" + r"\x1f".join(map(str, cells)) + r"\n'"
 
 
 @pytest.fixture
@@ -123,6 +124,52 @@ def test_resume_finds_the_job_of_a_lost_answer(run: RunDir, fake_slurm: Any, cap
     assert cli.main(["resume", str(run.path)]) == 1
     assert "job 9 still works on it" in capsys.readouterr().err
     assert submissions(run)[1].job_id == "9"
+
+
+def test_a_job_that_was_submitted_by_hand_is_seen(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    """`sbatch submit.sbatch`: no file tells of it until it starts."""
+    fake_slurm.program("squeue", queue("9", "PENDING", command=run.script))
+    assert cli.main(["resume", str(run.path)]) == 1
+    assert "job 9 still works on it (PENDING)" in capsys.readouterr().err
+    assert [(s.mode, s.job_id) for s in submissions(run)] == [("sbatch", "7"), ("adopted", "9")]
+    assert own_submission(run, "9").number == 2
+
+
+def test_a_job_of_the_user_s_own_in_the_run_directory_is_left_alone(run: RunDir, fake_slurm: Any) -> None:
+    new_submission(run, "sbatch", token="tok2")
+    theirs = queue("9", "RUNNING", workdir=run.path, command=run.path / "eval.sh")
+    fake_slurm.program("squeue", theirs)
+    fake_slurm.program("scancel", "true")
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert cli.main(["resume", str(run.path)]) == 0
+    assert [s.job_id for s in submissions(run)] == ["7", None, "8"]
+    assert fake_slurm.calls("scancel") == []
+
+
+def test_cancel_ends_what_was_submitted_by_hand_too(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    gone = f"[ -e {run.path}/gone ] || "
+    known, stray = queue("7", "RUNNING"), queue("9", "PENDING", command=run.script)
+    fake_slurm.program("squeue", f"{gone}{known}\n{gone}{stray}")
+    fake_slurm.program("scancel", f"touch {run.path}/gone")
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"{run.path}: cancelled; job 7, job 9 ended\n"
+    assert [s.is_cancelled for s in submissions(run)] == [True, True]
+
+
+def test_a_stray_job_does_not_stand_for_a_run_that_another_one_works_on(run: RunDir, fake_slurm: Any) -> None:
+    fake_slurm.program("squeue", queue("7", "RUNNING") + "\n" + queue("9", "PENDING", command=run.script))
+    assert cli.main(["resume", str(run.path)]) == 1
+    assert len(submissions(run)) == 1
+
+
+def test_cancel_marks_what_is_over_so_that_nothing_rises_later(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    (run.attempt(1).outcome).unlink()
+    Outcome(Cause.PREEMPTED, Next.REQUEUE, 75, "preempted").write(run.attempt(1))
+    assert cli.main(["cancel", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"{run.path}: INTERRUPTED already; nothing to cancel\n"
+    assert submissions(run)[0].is_cancelled
+    assert cli.main(["status", str(run.path)]) == 0
+    assert "CANCELLED" in capsys.readouterr().out
 
 
 def test_of_two_who_looked_at_the_same_state_only_one_submits(run: RunDir, fake_slurm: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from stoker.launcher.slurm import Reply, is_sure_refusal, parse_job_id, parse_squeue, squeue
 
@@ -25,10 +27,13 @@ def test_job_id_is_found_among_banners(text: str, expected: tuple[str, str | Non
 
 
 def test_squeue_rows_and_noise() -> None:
-    row = "\x1f".join(["12_3", "PENDING", "0:00", "", "(Resources) x", "/a b|c", "mine stoker:ab"])
+    row = "\x1f".join(["12_3", "PENDING", "0:00", "", "(Resources) x", "/a b|c", "mine stoker:ab", "/a b|c/s x"])
     (job,) = parse_squeue(f"CLUSTER: alpha\n{row}\n\nslurm_load_jobs: warning\n")
     assert (job.job_id, job.state, job.nodes, job.reason) == ("12_3", "PENDING", "", "(Resources) x")
     assert (job.workdir, job.comment) == ("/a b|c", "mine stoker:ab")
+    assert job.carries("ab")
+    assert job.starts(Path("/a b|c/s"))
+    assert not job.starts(Path("/a b|c"))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ def test_squeue_rows_and_noise() -> None:
      ("COMPLETING", False), ("REQUEUE_HOLD", False), ("REQUEUED", False), ("A_NEW_STATE", False)],
 )  # fmt: skip
 def test_only_known_ends_are_ends(state: str, is_over: bool) -> None:
-    (job,) = parse_squeue("\x1f".join(["1", state, "", "", "", "", ""]))
+    (job,) = parse_squeue("\x1f".join(["1", state, "", "", "", "", "", ""]))
     assert job.is_over is is_over
 
 

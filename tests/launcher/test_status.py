@@ -47,7 +47,7 @@ def running(make_run: Callable[..., RunDir]) -> RunDir:
 
 
 def queue(state: str, reason: str = "None", job: str = "7") -> str:
-    return f"printf '{job}\\x1f{state}\\x1f1:00\\x1fn[1-2]\\x1f{reason}\\x1f/w\\x1fx\\n'"
+    return f"printf '{job}\\x1f{state}\\x1f1:00\\x1fn[1-2]\\x1f{reason}\\x1f/w\\x1fx\\x1f/c\\n'"
 
 
 def test_table(running: RunDir, fake_slurm: Any, capsys: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from stoker.launcher.submit import Accepted, Request, SubmissionError
 # squeue's own format, printed for the job ids in the file `queue`; all have the token.
 SQUEUE = r"""
 for id in $(cat "$(dirname "$0")/queue" 2>/dev/null); do
-    printf '%s\x1fPENDING\x1f0:00\x1f\x1fNone\x1f/w\x1fstoker:tok\n' $id
+    printf '%s\x1fPENDING\x1f0:00\x1f\x1fNone\x1f/w\x1fstoker:tok\x1f/c\n' $id
 done
 """
 FIRST_TIME = 'if [ ! -e "$(dirname "$0")/once" ]; then touch "$(dirname "$0")/once"; echo "timed out" >&2; exit 1; fi'
@@ -21,7 +21,7 @@ ACCEPT = r"""echo -n "7 " >> "$(dirname "$0")/queue"; echo 7"""
 
 def send(own_comment: str | None = None) -> Accepted:
     waits: list[float] = []
-    request = Request(Path("/run/submit.sbatch"), Path("/run"), "tok", own_comment)
+    request = Request(Path("/run/submit.sbatch"), "tok", own_comment)
     return submit.submit(request, sleep=waits.append)
 
 
@@ -58,9 +58,9 @@ def test_lost_answer_is_looked_up_before_any_retry(fake_slurm: Any) -> None:
     assert len(fake_slurm.calls("sbatch")) == 1
 
 
-def test_job_whose_comment_the_site_rewrote_is_known_by_its_directory(fake_slurm: Any) -> None:
+def test_job_whose_comment_the_site_rewrote_is_known_by_its_script(fake_slurm: Any) -> None:
     fake_slurm.program("sbatch", ACCEPT.replace("; echo 7", "; echo 'Socket timed out' >&2; exit 1"))
-    fake_slurm.program("squeue", SQUEUE.replace("/w", "/run").replace("stoker:tok", "rewritten"))
+    fake_slurm.program("squeue", SQUEUE.replace("/c", "/run/submit.sbatch").replace("stoker:tok", "rewritten"))
     assert send() == Accepted("7", None)
     assert len(fake_slurm.calls("sbatch")) == 1
 
@@ -133,12 +133,14 @@ def test_a_controller_that_comes_back_gets_the_job(fake_slurm: Any, capfd: Any) 
     assert "Slurm does not answer" in capfd.readouterr().err
 
 
-def test_another_submission_s_job_in_the_same_directory_is_left_alone(fake_slurm: Any) -> None:
+def test_another_submission_s_job_with_the_same_script_is_left_alone(fake_slurm: Any) -> None:
     """A successor is queued while its forerunner still runs there."""
     fake_slurm.program("sbatch", FIRST_TIME + "\n" + ACCEPT)
-    fake_slurm.program("squeue", SQUEUE.replace("/w", "/run").replace("$(cat", "5 $(cat").replace("stoker:tok", ""))
+    fake_slurm.program(
+        "squeue", SQUEUE.replace("/c", "/run/submit.sbatch").replace("$(cat", "5 $(cat").replace("stoker:tok", "")
+    )
     fake_slurm.program("scancel", "true")
-    request = Request(Path("/run/submit.sbatch"), Path("/run"), "tok", others=frozenset({"5"}))
+    request = Request(Path("/run/submit.sbatch"), "tok", others=frozenset({"5"}))
     assert submit.submit(request, sleep=lambda _: None) == Accepted("7", None)
     assert fake_slurm.calls("scancel") == []
 

@@ -24,8 +24,8 @@ from stoker.launcher.watch_facts import ask, gather, seconds_of
 from stoker.launcher.watch_runs import look_once
 
 
-def row(job: str, state: str, reason: str = "None", elapsed: str = "1:00:00") -> str:
-    return f"printf '{job}\\x1f{state}\\x1f{elapsed}\\x1fn1\\x1f{reason}\\x1f/w\\x1fx\\n'\n"
+def row(job: str, state: str, reason: str = "None", elapsed: str = "1:00:00", command: object = "/c") -> str:
+    return f"printf '{job}\\x1f{state}\\x1f{elapsed}\\x1fn1\\x1f{reason}\\x1f/w\\x1fx\\x1f{command}\\n'\n"
 
 
 def started(run: RunDir, job: str = "7", outcome: Outcome | None = None, submission: int = 1) -> AttemptDir:
@@ -41,7 +41,7 @@ def started(run: RunDir, job: str = "7", outcome: Outcome | None = None, submiss
 def run(make_run: Callable[..., RunDir]) -> RunDir:
     found = make_run("r")
     plain = json.loads(found.config_json.read_text())
-    plain["resilience"] = {"continuation": "requeue", "max_fruitless": 5}
+    plain["resilience"] = {"continuation": "requeue"}
     plain["cluster"]["comment"] = None
     found.config_json.write_text(json.dumps(plain))
     new_submission(found, "sbatch", token="tok").set_job("7")
@@ -154,6 +154,25 @@ def test_a_watch_that_died_between_ending_and_resuming_is_carried_on(run: RunDir
     fake_slurm.program("sbatch", "echo 9")
     assert watch(run, "--fix") == 1
     assert capsys.readouterr().out.endswith(" -> resumed: 9\n")
+
+
+def test_a_headless_job_that_spoke_when_it_was_ended_is_no_cancelled_run(
+    run: RunDir, fake_slurm: Any, capsys: Any
+) -> None:
+    """Its supervisor woke up, asked Slurm, and wrote what it was told: that somebody had cancelled the job."""
+    started(run, outcome=Outcome(Cause.CANCELLED, Next.NOTHING, 143, "cancelled (SIGTERM)"))
+    (run.submissions / "0001.headless.json").write_text("{}")
+    fake_slurm.program("squeue", row("7", "CANCELLED"))
+    fake_slurm.program("sbatch", "echo 9")
+    assert watch(run, "--fix") == 1
+    assert capsys.readouterr().out.endswith(" -> resumed: 9\n")
+
+
+def test_a_job_that_was_submitted_by_hand_goes_on_with_a_lost_run(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    started(run, outcome=REQUEUED)
+    fake_slurm.program("squeue", row("9", "PENDING", "Priority", "0:00", command=run.script))
+    assert watch(run, "--fix") == 0
+    assert [s.job_id for s in submissions(run)] == ["7", "9"]
 
 
 def test_a_clock_that_is_minutes_off_changes_no_age(
