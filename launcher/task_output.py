@@ -60,7 +60,7 @@ class Writer(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="writer", daemon=True)
-        self._queue: queue.SimpleQueue[tuple[int | Path, bytes] | threading.Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int | Path, bytes | None] | threading.Event] = queue.SimpleQueue()
         self._asked = self._done = 0
 
     @property
@@ -73,6 +73,10 @@ class Writer(threading.Thread):
 
     def append(self, path: Path, line: str) -> None:
         self._put(path, line.encode())
+
+    def close(self, fd: int) -> None:
+        """Close a log once all that was meant for it is written. Closed before, its number would be another's."""
+        self._queue.put((fd, None))
 
     def _put(self, where: int | Path, data: bytes) -> None:
         self._asked += len(data)
@@ -92,11 +96,14 @@ class Writer(threading.Thread):
                 continue
             where, data = item
             with contextlib.suppress(OSError):
-                if isinstance(where, Path):
+                if data is None:
+                    assert isinstance(where, int)
+                    os.close(where)
+                elif isinstance(where, Path):
                     append_line(where, data.decode())
                 else:
                     _write_all(where, data)
-            self._done += len(data)
+            self._done += len(data or b"")
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -58,9 +58,7 @@ class Place:
     @classmethod
     def _below(cls, base: Path, run: RunDir) -> Place:
         _sweep(base)
-        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        lock = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        root, lock = _locked(base)
         try:
             inside = read_json(run.run)["code"].get("cwd")
             if inside is None:  # it was not in a project of its own: nothing was frozen
@@ -79,6 +77,19 @@ class Place:
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
         os.close(self.lock)
+
+
+def _locked(base: Path) -> tuple[Path, int]:
+    """A new directory and its lock, which tells that it is in use."""
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        lock = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Before we held it somebody may have taken it for a dead one's, and the directory away.
+        with contextlib.suppress(FileNotFoundError):
+            if (root / _LOCK).stat().st_ino == os.fstat(lock).st_ino:
+                return root, lock
+        os.close(lock)
 
 
 def _sweep(base: Path) -> None:

@@ -27,8 +27,9 @@ from .run.wire import Channel, Closed
 from .task_output import Lines, Writer
 
 EVERY = 5.0  # seconds between two lines of metrics that come of heartbeats
+LONGEST_METRICS = 1 << 20  # bytes; a longer line is none
 READ = 1 << 16  # bytes taken from a pipe at a time
-LAST_WORDS = 256  # reads of a pipe after its process has ended; somebody else may still write to it
+LAST_WORDS = 256  # reads of a pipe, and of metrics, after their process has ended; somebody else may still write
 _AGAIN = f"asked to be started again (exit code {EXIT_REQUEUE})"
 _STARTER = Path(__file__).with_name("task_start.py")
 
@@ -68,6 +69,7 @@ class Rank:
         self._since = time.monotonic()  # of the last heartbeat
         self._intervals: deque[float] = deque(maxlen=31)
         self._metrics_read, self._told_step, self._told_at, self._has_metrics = 0, 0, self._since, False
+        self._is_in_long_line = False
         self._outside: signal.Signals | None = None  # Slurm, or somebody, signalled the whole step
         self.has_closed_output = False
         self.pipe, theirs = os.pipe()
@@ -150,7 +152,7 @@ class Rank:
     def _take_metrics(self, path: Path, now: float) -> None:
         """Pass on what the script says of its steps; where it says nothing, its heartbeats."""
         for line in self._new_metrics():
-            record = metrics_record(line)
+            record = metrics_record(line) if len(line) < LONGEST_METRICS else None
             if record is None:
                 text = f"[{self.rank}] stoker: not taken as metrics, expected a JSON object with an integer step: "
                 self._writer.log(self._files.log, text.encode() + line[:200] + b"\n")
@@ -166,16 +168,24 @@ class Rank:
         self._writer.append(path, to_json({"step": self._seen, "time": round(time.time(), 3)}))
 
     def _new_metrics(self) -> list[bytes]:
-        """Whole lines that came since the last look."""
+        """Whole lines that came since the last look; of one that is too long its beginning, without the rest."""
         try:
             with open(self._files.own_metrics, "rb") as f:
                 f.seek(self._metrics_read)
-                data = f.read(1 << 20)
+                data = f.read(LONGEST_METRICS)
         except OSError:
             return []
-        whole, _, _ = data.rpartition(b"\n")
-        self._metrics_read += len(whole) + 1 if whole or data[:1] == b"\n" else 0
-        return [line for line in whole.split(b"\n") if line.strip()]
+        whole, newline, _ = data.rpartition(b"\n")
+        if not newline and len(data) == LONGEST_METRICS:
+            is_new, self._is_in_long_line = not self._is_in_long_line, True
+            self._metrics_read += len(data)
+            return [data] if is_new else []
+        self._metrics_read += len(whole) + len(newline)
+        lines = whole.split(b"\n")
+        if newline and self._is_in_long_line:
+            del lines[0]
+            self._is_in_long_line = False
+        return [line for line in lines if line.strip()]
 
     # Its end.
 
@@ -210,7 +220,11 @@ class Rank:
         if self._files.metrics is not None:
             now = time.monotonic()
             self._listen(now)
-            self._take_metrics(self._files.metrics, now)
+            for _ in range(LAST_WORDS):
+                before = self._metrics_read
+                self._take_metrics(self._files.metrics, now)
+                if self._metrics_read == before:
+                    break
             if not self._has_metrics and self._seen > self._told_step:
                 self._tell_step(self._files.metrics, now)
         error = b""
@@ -224,9 +238,9 @@ class Rank:
             asks = {"cause": Cause.REQUESTED.value} if meaning == _AGAIN else {}
             self.report("ended", finished=meaning == "", error=meaning, **asks)
         self._writer.flush(2.0)
+        self._writer.close(self._files.log)
         os.close(self.pipe)
         os.close(self._errors)
-        os.close(self._files.log)
         self._segment.close()
         self._channel.close()
 

@@ -331,6 +331,22 @@ def test_metrics_become_the_runs_and_what_is_none_is_told(agent: Any) -> None:
     assert '{"loss": 1}' in a.log()
 
 
+def test_a_line_of_metrics_without_end_does_not_stop_those_behind_it(agent: Any) -> None:
+    a = agent()
+    program = """
+import json, os
+for record in ({"step": 1}, {"step": 2, "x": "x" * 5_000_000}, {"step": 3}):
+    with open(os.environ["STOKER_METRICS"], "a") as f:
+        f.write(json.dumps(record) + chr(10))
+"""
+    a.python(program)
+    a.end()
+    written = [json.loads(line)["step"] for line in a.run.attempt(1).metrics(1).read_text().splitlines()]
+    assert written == [1, 3]
+    assert a.log().count("not taken as metrics") == 1
+    assert len(a.log()) < 1000
+
+
 def test_the_last_heartbeat_of_rank_0_is_kept_where_it_writes_no_metrics(agent: Any) -> None:
     a = agent()
     beat = "open(os.environ['STOKER_HEARTBEAT'], 'w').write"

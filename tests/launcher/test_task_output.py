@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
 from stoker.launcher import task_output
 from stoker.launcher.task_output import LONGEST, STALE, Lines, Writer
 
@@ -75,3 +76,20 @@ def test_what_cannot_be_written_is_lost_and_the_rest_is_not(tmp_path: Path) -> N
     assert (tmp_path / "log").read_text() == "one\n"
     assert (tmp_path / "metrics").read_text() == "{}\n"
     os.close(fd)
+
+
+def test_a_log_is_closed_behind_what_was_meant_for_it(tmp_path: Path) -> None:
+    read, write = os.pipe()  # a pipe that nobody reads, for storage that stands still
+    writer = Writer()
+    writer.start()
+    fd = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
+    writer.log(write, b"x" * 1_000_000)
+    writer.log(fd, b"last words\n")
+    writer.close(fd)
+    writer.flush(0.1)
+    os.fstat(fd)  # open still: no other file can get its number
+    threading.Thread(target=lambda: [os.read(read, 1 << 20) for _ in range(10**6)], daemon=True).start()
+    writer.flush(20.0)
+    assert (tmp_path / "log").read_text() == "last words\n"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
