@@ -6,6 +6,7 @@ successor is a submission of its own (mode `chain`, `after`: the running job). S
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -25,7 +26,8 @@ from .submit import Request, SubmissionError, jobs_with, submit
 BATCH = "STOKER_BATCH"  # process id of the batch script's shell, set by the script
 _OF_THE_SCRIPT = (BATCH, AFTER, "STOKER_FAILED_STARTS")
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds between two tries to have a successor accepted
-_ENDED_WAITING = {"CANCELLED", "COMPLETED", "FAILED", "REVOKED", "DEADLINE"}  # of a successor that never ran
+# Of a successor that cannot go on. Slurm forgets a job some minutes after its end, so this one ended without a start.
+_ENDED_WAITING = {"CANCELLED", "COMPLETED", "FAILED", "REVOKED", "DEADLINE", jobinfo.GONE}
 GONE = "the successor is not in the queue any more"
 
 
@@ -39,9 +41,11 @@ class Chain:
         self.own, self.job_id, self.config, self.events = submission, job_id, config, events
         self.exclude = exclude
         self.next: Submission | None = None
-        self.error: str | None = None
-        self._settled = threading.Event()  # accepted, or refused at least once
-        self._hurry = threading.Event()
+        self.error: str | None = None  # of the last try
+        self._turn = threading.Condition()  # of what follows, and of `error`
+        self._tries = 0  # that have ended
+        self._wanted = 1  # tries that are not to be put off
+        self._is_accepted = False
         self._is_over = False
         self._thread: threading.Thread | None = None
 
@@ -53,28 +57,29 @@ class Chain:
     def _work(self) -> None:
         pause = _FIRST_PAUSE
         while not self._is_over:
-            try:
-                self._submit()
-                self.error = None
-                return
-            except (SubmissionError, UserError, OSError, ValueError) as e:
-                is_new, self.error = self.error is None, " ".join(str(e).split())
-                if is_new:
-                    self.events.write("chain_broken", error=self.error)
-                if self.next is not None and not getattr(e, "may_be_queued", False):
-                    self._note_refusal(self.error)
-            finally:
-                self._settled.set()
-            self._hurry.wait(pause)
-            self._hurry.clear()
+            error = self._try()
+            with self._turn:
+                self.error, self._tries = error, self._tries + 1
+                self._is_accepted = error is None
+                self._turn.notify_all()
+                if error is None:
+                    return
+                self._turn.wait_for(lambda: self._is_over or self._tries < self._wanted, pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _note_refusal(self, error: str) -> None:
-        assert self.next is not None
+    def _try(self) -> str | None:
+        """Returns why there is no successor, None if there is one. Never raises: the thread must not end by that."""
         try:
-            self.next.refuse(error)
-        except OSError:
-            return
+            self._submit()
+            return None
+        except Exception as e:
+            error = " ".join(str(e).split()) or type(e).__name__
+            if self.error is None and not self._is_over:
+                self.events.write("chain_broken", error=error)
+            if self.next is not None and isinstance(e, UserError) and not getattr(e, "may_be_queued", False):
+                with contextlib.suppress(OSError):
+                    self.next.refuse(error)
+            return error
 
     def _submit(self) -> None:
         """One try: find the successor that is there already, or send one.
@@ -104,8 +109,7 @@ class Chain:
             return None
         if found.job_id is None:
             return found if found.intention.get("token") else None
-        info = jobinfo.query(found.job_id)
-        return None if info is not None and info.state in _ENDED_WAITING else found
+        return None if jobinfo.state_of(found.job_id) in _ENDED_WAITING else found
 
     def _look_up(self, submission: Submission) -> str | None:
         """The job of a successor whose answer was lost.
@@ -136,27 +140,34 @@ class Chain:
             self._known(),
             tuple(options),
         )
-        return submit(request, sleep=self._sleep, sbatch=_sbatch).job_id
+        return submit(request, sleep=self._sleep, sbatch=self._sbatch).job_id
 
     def _sleep(self, seconds: float) -> None:
-        self._hurry.wait(seconds)
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_over, seconds)
+
+    def _sbatch(self, script: Path, options: Sequence[str], timeout: float, extra: Mapping[str, str]) -> slurm.Reply:
+        if self._is_over:
+            return slurm.Reply(1, "", "the run is over: not sent")
+        return _sbatch(script, options, timeout, extra)
 
     # The end of the attempt.
 
     def wait(self, seconds: float) -> None:
-        """Until a successor is accepted, or refused once more."""
-        if self.error is not None:
-            self._settled.clear()
-            self._hurry.set()
-        self._settled.wait(seconds)
+        """Until a successor is accepted, or the next try (at once) has ended, too."""
+        with self._turn:
+            self._wanted = wanted = self._tries + 1
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._is_accepted or self._tries >= wanted, seconds)
 
     def go_on(self, changes: Mapping[str, str], seconds: float) -> str | None:
         """Leave it to the successor, changed as `jobnodes.amend` takes it. Returns why nothing will follow, or None."""
         self.wait(seconds)
-        if self.error is not None or self.next is None or self.next.job_id is None:
-            return f"no successor was accepted ({self.error or 'sbatch has not answered'})"
-        info = jobinfo.query(self.next.job_id)
-        if self.next.is_cancelled or (info is not None and info.state in _ENDED_WAITING):
+        with self._turn:
+            why = self.error or "sbatch has not answered"
+        if not self._is_accepted or self.next is None or self.next.job_id is None:
+            return f"no successor was accepted ({why})"
+        if self.next.is_cancelled or jobinfo.state_of(self.next.job_id) in _ENDED_WAITING:
             return f"{GONE} (job {self.next.job_id})"
         error = jobnodes.amend(self.next.job_id, changes)
         if error is not None:
@@ -165,11 +176,12 @@ class Chain:
 
     def stop(self, seconds: float = 20.0) -> None:
         """The run is over: take the successor out of the queue. The marker comes first, so that it cannot start."""
-        self._is_over = True
+        with self._turn:
+            self._is_over = True
+            self._turn.notify_all()
         found = self.next or successor_of(self.own.run, self.job_id)
         if found is not None:
             self._withdraw(found)
-        self._hurry.set()
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -205,7 +217,6 @@ def batch_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def predecessor_was_cancelled(after: str, query: Callable[[str], Any] = jobinfo.query) -> bool:
+def predecessor_was_cancelled(after: str, state_of: Callable[[str], str | None] = jobinfo.state_of) -> bool:
     """Whether somebody cancelled the job before this one, which had no time to say so."""
-    info = query(after)
-    return info is not None and info.state == "CANCELLED"
+    return state_of(after) == "CANCELLED"

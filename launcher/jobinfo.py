@@ -126,6 +126,19 @@ def query(job_id: str, clock: float | None = None) -> JobInfo | None:
     return parse(done.stdout, clock) if done is not None and done.returncode == 0 else None
 
 
+GONE = "GONE"  # no state of Slurm's: it knows no such job (any more)
+
+
+def state_of(job_id: str) -> str | None:
+    """The state of some other job, or GONE; None if Slurm does not answer, or scontrol is not here."""
+    done = command(["scontrol", "show", "job", job_id])
+    if done is None:
+        return None
+    if done.returncode != 0:
+        return GONE if "Invalid job id" in done.stderr else None
+    return parse(done.stdout).state
+
+
 def controller_clock() -> float | None:
     """The controller's Unix time minus our monotonic clock, at most a second (and the RPC's time) too large, so that
     ends come out early rather than late. None if Slurm does not answer.

@@ -11,7 +11,6 @@ import pytest
 from stoker.launcher import chain
 from stoker.launcher.aftermath import outcome_of
 from stoker.launcher.chain import Chain, batch_environment, predecessor_was_cancelled
-from stoker.launcher.jobinfo import parse
 from stoker.launcher.policy_types import JobFate
 from stoker.launcher.run.events import EventLog
 from stoker.launcher.run.layout import RunDir
@@ -110,6 +109,59 @@ def test_a_successor_that_was_cancelled_by_hand_is_not_gone_on_with(run: RunDir,
     assert mine.go_on({}, 5.0) == "the successor is not in the queue any more (job 8)"
 
 
+FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+AWAY = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+def test_a_successor_that_slurm_has_forgotten_is_not_gone_on_with_and_replaced(run: RunDir, fake_slurm: Any) -> None:
+    mine = begin(run)
+    fake_slurm.program("scontrol", FORGOTTEN)
+    assert mine.go_on({}, 5.0) == "the successor is not in the queue any more (job 8)"
+    fake_slurm.program("sbatch", "echo 9")
+    begin(run)
+    assert [s.job_id for s in submissions(run)] == ["7", "8", "9"]
+
+
+def test_a_controller_that_is_away_says_nothing_of_the_successor(run: RunDir, fake_slurm: Any) -> None:
+    mine = begin(run)
+    fake_slurm.program("scontrol", AWAY)
+    assert mine.go_on({}, 5.0) is None
+    begin(run)
+    assert len(fake_slurm.calls("sbatch")) == 1
+
+
+def test_a_successor_that_may_be_queued_is_not_sent_again_before_slurm_answers(run: RunDir, fake_slurm: Any) -> None:
+    """An earlier start of the job was killed between its request and the answer."""
+    new_submission(run, "chain", after="7", token="tok2")
+    fake_slurm.program("squeue", AWAY)
+    mine = begin(run)
+    assert fake_slurm.calls("sbatch") == []
+    fake_slurm.program("squeue", r"printf '8\x1fPENDING\x1f0:00\x1f\x1fDependency\x1f/w\x1fstoker:tok2\x1f/c\n'")
+    assert mine.go_on({}, 10.0) is None
+    assert fake_slurm.calls("sbatch") == []
+    assert submissions(run)[1].job_id == "8"
+
+
+def test_no_kind_of_failure_ends_the_tries(run: RunDir, fake_slurm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(chain, "successor_of", lambda *_: 1 / 0)
+        mine = begin(run)
+    assert events(run) == ["chain_broken"]
+    assert mine.go_on({}, 10.0) is None
+    assert [s.job_id for s in submissions(run)] == ["7", "8"]
+
+
+def test_haste_at_the_end_does_not_shorten_the_looks_for_a_lost_answer(run: RunDir, fake_slurm: Any) -> None:
+    """Without pauses between them it might be sent again although it is on its way."""
+    fake_slurm.program("sbatch", "echo 'sbatch: error: Invalid qos' >&2; exit 1")
+    mine = begin(run)
+    fake_slurm.program("sbatch", "echo 'Socket timed out' >&2; exit 1")
+    for _ in range(3):
+        assert mine.go_on({}, 0.3) is not None
+    mine.stop()
+    assert len(fake_slurm.calls("sbatch")) == 2
+
+
 def test_a_successor_is_changed_while_it_waits(run: RunDir, fake_slurm: Any) -> None:
     mine = begin(run)
     assert mine.go_on({"ExcNodeList": "n3", "StartTime": "now+60"}, 5.0) is None
@@ -136,7 +188,7 @@ def test_the_environment_is_the_batch_script_s_own(monkeypatch: pytest.MonkeyPat
     ("state", "is_cancelled"), [("CANCELLED", True), ("FAILED", False), ("TIMEOUT", False), ("NODE_FAIL", False)]
 )
 def test_only_a_cancelled_predecessor_stops_its_successor(state: str, is_cancelled: bool) -> None:
-    assert predecessor_was_cancelled("7", lambda _: parse(f"JobId=7 JobState={state}")) is is_cancelled
+    assert predecessor_was_cancelled("7", lambda _: state) is is_cancelled
     assert not predecessor_was_cancelled("7", lambda _: None)
 
 
