@@ -11,6 +11,7 @@ from typing import Any
 
 from ..conf.budgets import BACK_OFF, BUDGETS, UNLIMITED
 from .run.layout import AttemptDir, RunDir
+from .run.manifest import MANIFEST
 from .run.outcome import Cause, Outcome
 from .run.views import made_progress
 from .summary import last_metric
@@ -63,16 +64,40 @@ def delay(past: Sequence[Past], first: float, longest: float) -> float:
     return float(min(first * 2.0 ** min(failures - 1, 30), longest))
 
 
-def history(run: RunDir, mine: Sequence[AttemptDir], config: Mapping[str, Any]) -> list[Past]:
-    """How the attempts `mine` ended, oldest first. Progress: further than any attempt of the run before it."""
+@dataclass
+class Ground:
+    """How far the attempts have got, oldest first.
+
+    An attempt has got further if it did a step that none had done before. Where ground was lost (a damaged checkpoint,
+    a resume from an older step) that may take long: then a newer checkpoint than the last attempt's counts as well. An
+    attempt that only saves the same once more has not got further, however often it does.
+    """
+
+    best: int = 0  # the last step that any attempt did
+    saved: int = 0  # the step of the newest checkpoint that the last saving attempt of this series left
+
+    def gained(self, attempt: AttemptDir, outcome: Outcome | None, is_mine: bool = True) -> bool:
+        """Whether the attempt that comes next got further; it is counted in. `is_mine`: it belongs to the series."""
+        reached, saved = reached_by(attempt, outcome), saved_by(attempt, outcome) if is_mine else 0
+        has_gained = reached > self.best or saved > self.saved
+        self.best, self.saved = max(self.best, reached), saved or self.saved
+        return has_gained
+
+
+def history(
+    run: RunDir, mine: Sequence[AttemptDir], config: Mapping[str, Any], ground: Ground | None = None, until: int = 0
+) -> list[Past]:
+    """How the attempts `mine` ended, oldest first. `ground`: counts them, and all others before attempt `until`."""
+    ground = Ground() if ground is None else ground
     wanted = {a.number for a in mine}
-    found, best = [], 0
+    found = []
     for attempt in run.all_attempts():
-        outcome = Outcome.read(attempt)
-        reached = reached_by(attempt, outcome)
-        if attempt.number in wanted:
-            found.append(past_of(attempt, outcome, reached > best, config))
-        best = max(best, reached)
+        if until and attempt.number >= until:
+            break
+        outcome, is_mine = Outcome.read(attempt), attempt.number in wanted
+        got_further = ground.gained(attempt, outcome, is_mine)
+        if is_mine:
+            found.append(past_of(attempt, outcome, got_further, config))
     return found
 
 
@@ -82,12 +107,26 @@ def reached_by(attempt: AttemptDir, outcome: Outcome | None) -> int:
     return max(step if isinstance(step, int) else 0, (outcome.step or 0) if outcome else 0)
 
 
+def saved_by(attempt: AttemptDir, outcome: Outcome | None) -> int:
+    """The step of the newest checkpoint that an attempt has published."""
+    run = RunDir(attempt.path.parents[1])
+    theirs = (c for c in run.all_checkpoints() if c.attempt == attempt.number)
+    newest = next((c.step for c in theirs if (run.checkpoint(c) / MANIFEST).exists()), 0)
+    return max(newest, (outcome.saved_step or 0) if outcome else 0)
+
+
 def past_of(attempt: AttemptDir, outcome: Outcome | None, got_further: bool, config: Mapping[str, Any]) -> Past:
-    """`got_further`: did a step that none had done before."""
+    """`got_further`: as Ground has it."""
     if (config.get("task") or {}).get("cmd"):
-        # A script of the user's own need not tell its steps: one that ran into the time limit has done its part.
-        is_through = outcome is not None and outcome.cause is Cause.TIME_LIMIT
-        got_further = got_further or is_through or made_progress(attempt)
+        got_further = got_further or _is_through(outcome) or made_progress(attempt)
     if outcome is None:
         return Past(NO_WORD, got_further)
     return Past(outcome.cause.value, got_further, outcome.reason)
+
+
+def _is_through(outcome: Outcome | None) -> bool:
+    """Whether a script of the user's own, which need not tell its steps, has done its part: it ran into the time limit,
+    and nothing went wrong when it was asked to stop."""
+    if outcome is None or outcome.cause is not Cause.TIME_LIMIT:
+        return False
+    return bool(outcome.evidence.get("generation", 1)) and not outcome.evidence.get("failed_stops")

@@ -49,8 +49,8 @@ class Continuation:
         self.fence = Fence(run, attempt.number)
         self.nodes: list[str] = []  # of this allocation
         earlier = [a for a in attempts_of(run, *mine) if a.number < attempt.number]
-        self.past = budgets.history(run, earlier, config)
-        self.best = max((budgets.reached_by(a, Outcome.read(a)) for a in run.all_attempts()[:-1]), default=0)
+        self.ground = budgets.Ground()
+        self.past = budgets.history(run, earlier, config, self.ground, until=attempt.number)
         self.chain: Chain | None = None
         self._sign = sign
 
@@ -125,8 +125,8 @@ class Continuation:
 
     def _within_budget(self, outcome: Outcome, is_ours: bool) -> Outcome:
         r = self.config["resilience"]
-        reached = budgets.reached_by(self.attempt, outcome)
-        past = [*self.past, budgets.past_of(self.attempt, outcome, reached > self.best, self.config)]
+        got_further = replace(self.ground).gained(self.attempt, outcome)
+        past = [*self.past, budgets.past_of(self.attempt, outcome, got_further, self.config)]
         reason = budgets.spent(past, budgets.limits(self.config))
         if reason is None or not is_ours:
             return replace(outcome, delay=budgets.delay(past, float(r["backoff"]), float(r["max_backoff"])))

@@ -22,6 +22,7 @@ from .policy_types import (
     Event,
     LaunchEnded,
     NodeStatus,
+    Note,
     ProposalAnswer,
     RankExited,
     RankReport,
@@ -37,9 +38,10 @@ from .policy_types import (
     Warned,
 )
 from .run.heartbeat import Phase
-from .run.outcome import EXIT_FAILED, Cause, Next
+from .run.outcome import EXIT_FAILED, EXIT_REQUEUE, Cause, Next
 
 CLEAR_TIMEOUT = 60.0  # seconds that killed workers may take to be gone
+FIRST_OF_SIGNALS = 128  # a shell's exit code for a command that signal N ended is 128 + N
 CULPRIT_GRACE = 3.0  # seconds in which the true culprit of a lost peer usually shows itself
 
 
@@ -146,7 +148,12 @@ def _exited(state: State, e: RankExited) -> Decision:
     if state.stage is not Stage.RUNNING:
         return state, ()
     if view.ended is not None and (e.code == 0 or state.settings.is_own_script):
-        return all_ended(state)
+        notes: tuple[Note, ...] = ()
+        if not view.ended and e.code is not None and e.code not in (0, EXIT_REQUEUE) and e.code < FIRST_OF_SIGNALS:
+            state = _with_rank(state, e.rank, replace(state.ranks[e.rank], failed_stop=e.code))
+            notes = (Note("stop_failed", {"rank": e.rank, "node": view.node, "code": e.code}),)
+        state, actions = all_ended(state)
+        return state, (*notes, *actions)
     how = f"ended by {e.signal}" if e.signal else f"exited with code {e.code}"
     cause = Cause.CRASH
     trouble = Trouble(cause, f"rank {e.rank} {how}", state.now, e.rank, view.node, e.tail, is_certain=True)

@@ -108,4 +108,12 @@ def end(state: State, outcome: Outcome, ask: bool = False) -> Decision:
     is_asked = ask and outcome.next is not Next.NOTHING
     # The outcome may have been decided while workers were still running: give it the last word on steps.
     outcome = replace(outcome, step=max(state.best_step, outcome.step or 0), saved_step=state.saved_step)
+    if state.settings.is_own_script:
+        outcome = replace(outcome, evidence=outcome.evidence | _of_script(state))
     return replace(state, stage=Stage.DONE, since=state.now), (Finish(outcome, is_asked),)
+
+
+def _of_script(state: State) -> dict[str, object]:
+    """What tells whether a script of the user's own did its part, since it need not tell its steps."""
+    failed = {str(rank): r.failed_stop for rank, r in sorted(state.ranks.items()) if r.failed_stop is not None}
+    return {"generation": state.generation} | ({"failed_stops": failed} if failed else {})

@@ -71,6 +71,7 @@ class RankView:
     is_alive: bool = True
     ended: bool | None = None  # None: not yet; True: the run is finished; False: stopped at the stop step
     is_named: bool = False  # already reported as slow
+    failed_stop: int | None = None  # exit code of a script that failed after it was asked to stop
 
 
 @dataclass(frozen=True)

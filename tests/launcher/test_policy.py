@@ -504,6 +504,18 @@ def test_an_own_script_is_asked_to_stop_however_little_time_is_left() -> None:
     finish = s.finish(s.feed(s.report(1, "ended", error="stopped when asked to"), s.exited(1, None, "SIGTERM")))
     assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.TIME_LIMIT, Next.REQUEUE, True)
     assert finish.outcome.reason == "near"
+    assert finish.outcome.evidence == {"generation": 1, "failed_stops": {"0": 1}}
+
+
+@pytest.mark.parametrize(("code", "signal"), [(0, None), (75, None), (143, None), (None, "SIGTERM"), (None, "SIGKILL")])
+def test_an_own_script_that_ends_in_order_or_by_the_stop_signal_has_not_failed(
+    code: int | None, signal: str | None
+) -> None:
+    s = own()
+    s.feed(p.Warned(Cause.TIME_LIMIT, "near", 90.0), *(p.ProposalAnswer(1, n, 2, True, 0) for n in ("n1", "n2")))
+    s.feed(s.report(0, "ended", error="stopped when asked to"), s.exited(0, code, signal))
+    finish = s.finish(s.feed(s.report(1, "ended", error="stopped when asked to"), s.exited(1, code, signal)))
+    assert finish.outcome.evidence == {"generation": 1}
 
 
 def test_exit_75_waits_for_the_others_and_requeues() -> None:
