@@ -20,7 +20,7 @@ from .run.attempts import Fence
 from .run.badnodes import Finding
 from .run.events import EventLog
 from .run.layout import AttemptDir, RunDir
-from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, Cause, Next, Outcome
+from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, NOT_STARTED, Cause, Next, Outcome
 from .run.submissions import Submission
 from .state import attempts_of
 
@@ -121,7 +121,10 @@ class Continuation:
         reason = f"{outcome.reason}; {what}: {error}"
         if self.chain is not None and error != SUPERSEDED:
             self.chain.stop()
-        return replace(outcome, cause=cause, next=Next.NOTHING, exit_code=code, reason=reason, delay=0.0)
+        evidence = outcome.evidence if is_cancelled else {**outcome.evidence, NOT_STARTED: error}
+        return replace(
+            outcome, cause=cause, next=Next.NOTHING, exit_code=code, reason=reason, delay=0.0, evidence=evidence
+        )
 
     def _within_budget(self, outcome: Outcome, is_ours: bool) -> Outcome:
         r = self.config["resilience"]

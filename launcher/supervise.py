@@ -38,7 +38,7 @@ from .run.packages import changes
 from .run.stacks import offer
 from .run.submissions import Submission, own_submission, rival, series, submissions
 from .signals import SignalPipe
-from .supervise_start import end_already, refusal, settings_of
+from .supervise_start import end_already, job_at_work, refusal, settings_of, without_scontrol
 from .track_start import PATIENCE as TRACKER_PATIENCE
 from .track_start import start_tracker, stop_tracker
 
@@ -48,10 +48,6 @@ SIGN_EVERY = 30.0  # seconds between two signs of life for `stoker watch`: the e
 WARNING_PATIENCE = 5.0  # seconds that a warning waits for Slurm's word on what it means and how much time is left
 ASK_AGAIN = 3.0  # seconds until a question without a usable answer is put again
 END_FIRST, END_LONGEST = 30.0, 480.0  # seconds until an unanswered question for the allocation's end is put again
-NO_SCONTROL = (
-    "this job cannot be requeued from inside, and signals cannot be told apart; at a warning the run saves and stops "
-    "(`stoker watch --fix` or `stoker resume` goes on); Slurm's own requeues after a node failure work"
-)
 CLOCK_WARNING_SLACK = 5.0  # seconds after the warning should have come by signal until the clock stands in for it
 
 
@@ -68,11 +64,14 @@ def main(argv: list[str]) -> int:
     if job_id and token and (other := rival(run, job_id, token)):
         print(f"supervise: job {other} works on {run.path}, this is a second copy of it; nothing to do")
         return EXIT_FINISHED
+    if job_id and (other := job_at_work(run, job_id)):
+        print(f"supervise: job {other} works on {run.path}; nothing to do")
+        return EXIT_FINISHED
     submission = own_submission(run, job_id) if job_id else submissions(run)[-1]
     mine = series(submissions(run), upto=submission.number)
     code = end_already(run, mine)
     if code is not None:
-        print(f"supervise: {run.path} is over; nothing to do (exit code {code})", file=sys.stderr)
+        print(f"supervise: {run.path} is over (exit code {code}); `stoker resume` starts it again", file=sys.stderr)
         return code
     attempt = claim(run)
     offer(run, attempt.number, "supervisor")
@@ -184,8 +183,9 @@ class Supervisor:
         self._report_packages()
         if self.job_id is not None and shutil.which("scontrol") is None:
             # Said now, not when the requeue is due: somebody can still put it right, or watch the run.
-            self.events.write("no_scontrol", consequence=NO_SCONTROL)
-            _say(f"scontrol is not installed on {socket.gethostname()}: {NO_SCONTROL}")
+            consequence = without_scontrol(self.state.settings.is_chain)
+            self.events.write("no_scontrol", consequence=consequence)
+            _say(f"scontrol is not installed on {socket.gethostname()}: {consequence}")
             self._end_asked_at = math.inf
             return
         self._ask("start")

@@ -5,16 +5,27 @@ Owns: the checks at a job's start. What follows from them is brought about by su
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from . import jobinfo
 from . import policy_types as p
 from .budgets import NO_WORD
 from .chain import predecessor_was_cancelled
 from .continuation import Continuation
 from .run.events import EventLog
+from .run.files import read_json
 from .run.layout import RunDir
-from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_REQUEUE, Cause, Next, Outcome
+from .run.outcome import (
+    EXIT_CANCELLED,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    NOT_STARTED,
+    SITE_S_DOING,
+    Cause,
+    Next,
+    Outcome,
+)
 from .run.submissions import Submission, is_called_off
 from .state import attempts_of, submission_of
 
@@ -22,16 +33,44 @@ from .state import attempts_of, submission_of
 def end_already(run: RunDir, mine: list[Submission]) -> int | None:
     """The exit code of a run that is over though its job starts; None if there is something to do.
 
-    Slurm may requeue a job that was finished inside its preemption grace, and a successor may start in the moment in
-    which it is being withdrawn.
+    Slurm may requeue a job that ended inside its preemption grace, or for its exit code (RequeueExit), and a successor
+    may start in the moment in which it is being withdrawn. What ended only because it could not be started again goes
+    on when it is.
     """
-    own = mine[-1]
+    is_off = is_called_off(mine)
     attempts = attempts_of(run, *mine)
     last = Outcome.read(attempts[-1]) if attempts else None
-    is_over = last is not None and last.next is Next.NOTHING and last.cause is not Cause.SUPERSEDED
-    if last is not None and is_over and (last.cause is Cause.FINISHED or submission_of(attempts[-1]) != own.number):
-        return last.exit_code
-    return EXIT_CANCELLED if is_called_off(mine) else None
+    if last is None or last.next is not Next.NOTHING or last.cause is Cause.SUPERSEDED:
+        return EXIT_CANCELLED if is_off else None
+    is_same = submission_of(attempts[-1]) == mine[-1].number
+    goes_on = last.cause in SITE_S_DOING or NOT_STARTED in last.evidence
+    return None if is_same and goes_on and not is_off else last.exit_code
+
+
+def job_at_work(run: RunDir, job_id: str, state_of: Callable[[str], str | None] = jobinfo.state_of) -> str | None:
+    """Another job that works on the run's newest attempt, as far as Slurm says so.
+
+    Two jobs that started one after the other would fence each other out for ever, through their requeues or successors.
+    """
+    attempt = next(reversed(run.all_attempts()), None)
+    number = None if attempt is None or attempt.outcome.exists() else submission_of(attempt)
+    if attempt is None or number is None or Submission(run, number).mode == "salloc":
+        return None  # an allocation of the user's own runs on when the attempt in it is dead
+    other = read_json(attempt.start).get("job_id")
+    return str(other) if other and str(other) != job_id and state_of(str(other)) == "RUNNING" else None
+
+
+def without_scontrol(is_chain: bool) -> str:
+    """What it means for the run that its batch host has no scontrol."""
+    if is_chain:
+        return (
+            "signals cannot be told apart, and the next job, which goes on all the same, can neither be put off nor be "
+            "kept from nodes that turn out to be bad"
+        )
+    return (
+        "this job cannot be requeued from inside, and signals cannot be told apart; at a warning the run saves and stops "
+        "(`stoker watch --fix` or `stoker resume` goes on); Slurm's own requeues after a node failure work"
+    )
 
 
 def settings_of(config: dict[str, Any], is_batch: bool, is_local: bool, names: Sequence[str] = ()) -> p.Settings:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from .run.outcome import Cause, Next, Outcome
+from .run.outcome import SITE_S_DOING, Next, Outcome
 from .slurm import QueuedJob
 from .state import RunState, State
 
-SITE_S_DOING = (Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.NODE_FAILURE)  # a run that ended by one of them would go on
 MOST_RELEASES = 3  # of one submission, by the watch
 MOST_RESUMES = 3  # in a row that came to no step, by the watch
 

@@ -17,13 +17,13 @@ from . import slurm
 from .run.effective import effective_config
 from .run.files import now_at
 from .run.layout import AttemptDir, RunDir
-from .run.outcome import Cause, Next, Outcome
+from .run.outcome import SITE_S_DOING, Cause, Next, Outcome
 from .run.submissions import Submission, is_called_off, series, submissions, successor_of
 from .run.views import made_progress
 from .state import Queue, State, attempts_of, front_of, look, queue_of
 from .state import facts as state_facts
 from .summary import tail_records
-from .watch_checks import SITE_S_DOING, Facts, Limits
+from .watch_checks import Facts, Limits
 
 RECENT = 3600.0  # seconds for which an event is worth a line
 # Events that a person should hear of, and the fields that say what it was.

@@ -43,6 +43,10 @@ class Cause(str, Enum):
     SUPERSEDED = "superseded"
 
 
+SITE_S_DOING = (Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.NODE_FAILURE)  # a run that ended by one of them would go on
+NOT_STARTED = "not_started"  # in the evidence: why Slurm would not start a run again that was to go on
+
+
 class Next(str, Enum):
     """What happens to the run after the attempt."""
 

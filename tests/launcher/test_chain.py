@@ -12,11 +12,12 @@ from stoker.launcher import chain
 from stoker.launcher.aftermath import outcome_of
 from stoker.launcher.chain import Chain, batch_environment, predecessor_was_cancelled
 from stoker.launcher.policy_types import JobFate
+from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.events import EventLog
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.outcome import Cause, Next
+from stoker.launcher.run.outcome import Cause, Next, Outcome
 from stoker.launcher.run.submissions import new_submission, own_submission, submissions, successor_of
-from stoker.launcher.supervise_start import end_already
+from stoker.launcher.supervise_start import end_already, job_at_work, without_scontrol
 
 SHOW = 'echo "JobId=$4 JobState={} Reason=None"'
 CONFIG = {"cluster": {"comment": "mine", "sbatch": {}}, "resilience": {"continuation": "chain"}}
@@ -206,15 +207,67 @@ def test_only_a_cancelled_predecessor_stops_its_successor(state: str, is_cancell
 def test_a_successor_that_starts_though_the_run_is_over_ends_with_its_code(
     ended: tuple[Cause, Next, int] | None, code: int | None, run: RunDir
 ) -> None:
-    from stoker.launcher.run.attempts import claim
-    from stoker.launcher.run.outcome import Outcome
-
     attempt = claim(run)
     attempt.start.write_text('{"submission": 1}')
     if ended is not None:
         Outcome(*ended, "why").write(attempt)
     mine = [submissions(run)[0], new_submission(run, "chain", after="7")]
     assert end_already(run, mine) == code
+
+
+@pytest.mark.parametrize(
+    ("cause", "evidence", "code"),
+    [
+        (Cause.FINISHED, {}, 0),
+        (Cause.OUT_OF_MEMORY, {}, 1),
+        (Cause.NO_PROGRESS, {}, 1),
+        # Slurm starts it again after all: what it had taken the nodes for, or what was asked for and not answered.
+        (Cause.PREEMPTED, {}, None),
+        (Cause.CRASH, {"not_started": "scontrol requeue did not get through in 600 s"}, None),
+    ],
+)
+def test_a_job_that_starts_again_after_the_run_s_last_word_does_not_run_it_again(
+    cause: Cause, evidence: dict[str, str], code: int | None, run: RunDir
+) -> None:
+    """RequeueExit, or a requeue inside the preemption grace: a run that had failed would start over and over."""
+    attempt = claim(run)
+    attempt.start.write_text('{"submission": 1}')
+    Outcome(cause, Next.NOTHING, code or 0, "why", evidence=dict(evidence)).write(attempt)
+    assert end_already(run, submissions(run)) == code
+    resumed = new_submission(run, "sbatch", token="tok2")
+    assert end_already(run, [resumed]) is None
+    submissions(run)[0].cancel("stoker cancel")
+    assert end_already(run, submissions(run)[:1]) is not None
+
+
+@pytest.mark.parametrize(
+    ("state", "at_work"), [("RUNNING", "9"), ("COMPLETING", None), ("PENDING", None), ("GONE", None), (None, None)]
+)
+def test_a_job_that_starts_beside_one_at_work_leaves_it_the_run(
+    state: str | None, at_work: str | None, run: RunDir
+) -> None:
+    """`sbatch submit.sbatch` by hand, or the successor of an attempt that was superseded."""
+    assert job_at_work(run, "7", lambda _: "RUNNING") is None
+    attempt = claim(run)
+    assert job_at_work(run, "7", lambda _: "RUNNING") is None
+    new_submission(run, "adopted").set_job("9")
+    attempt.start.write_text('{"submission": 2, "job_id": "9"}')
+    assert job_at_work(run, "7", lambda _: state) == at_work
+    assert job_at_work(run, "9", lambda _: state) is None  # itself, started again
+    Outcome(Cause.PREEMPTED, Next.REQUEUE, 75, "why").write(attempt)
+    assert job_at_work(run, "7", lambda _: state) is None
+
+
+def test_without_scontrol_a_chain_goes_on_and_a_requeue_does_not() -> None:
+    assert "the next job, which goes on all the same" in without_scontrol(is_chain=True)
+    assert "cannot be requeued from inside" in without_scontrol(is_chain=False)
+
+
+def test_the_allocation_of_a_dead_stoker_run_does_not_work_on_it(run: RunDir) -> None:
+    attempt = claim(run)
+    new_submission(run, "salloc").set_job("9")
+    attempt.start.write_text('{"submission": 2, "job_id": "9"}')
+    assert job_at_work(run, "7", lambda _: "RUNNING") is None
 
 
 @pytest.mark.parametrize(
