@@ -68,8 +68,8 @@ def without_scontrol(is_chain: bool) -> str:
             "kept from nodes that turn out to be bad"
         )
     return (
-        "this job cannot be requeued from inside, and signals cannot be told apart; at a warning the run saves and stops "
-        "(`stoker watch --fix` or `stoker resume` goes on); Slurm's own requeues after a node failure work"
+        "this job cannot be requeued from inside, and signals cannot be told apart; at a warning the run saves and "
+        "stops (`stoker watch --fix` or `stoker resume` goes on); Slurm's own requeues after a node failure work"
     )
 
 
