@@ -35,7 +35,7 @@ def avoided(run: RunDir, config: Mapping[str, Any]) -> list[str]:
     found, cluster = findings(run, config), config["cluster"]
     if not found:
         return []
-    usable = jobnodes.usable_nodes(cluster["partition"])
+    usable = jobnodes.usable_nodes(cluster)
     own = len(jobnodes.hostnames(cluster["exclude"] or ""))
     asked_for = jobnodes.hostnames(cluster["nodelist"] or "")
     return badnodes.to_avoid(found, asked_for, cluster["nodes"], None if usable is None else max(0, usable - own))

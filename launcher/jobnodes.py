@@ -6,14 +6,20 @@ Standard library only.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ..conf.slurm_hostlist import expand
 from .jobinfo import command
 
 _TRIES, _PAUSE = 4, 0.7  # a job that Slurm is still requeueing may refuse the first update
 _OUT = ("down", "drain", "drng", "drained", "fail", "maint", "futr", "unk", "inval", "pow")  # states of `sinfo -o %t`
+
+_PLAIN = re.compile(r"([\w.-]+([&,][\w.-]+)*|[\w.-]+([|][\w.-]+)*)?", re.ASCII)  # constraints that are understood
+_GPU = re.compile(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)(?=[(,]|$)")
 
 
 def hostnames(text: str) -> list[str]:
@@ -24,28 +30,63 @@ def hostnames(text: str) -> list[str]:
         return [text]
 
 
-def node_states(options: Sequence[str]) -> list[tuple[str, str, str]] | None:
-    """(node, short state, partition) as sinfo prints them; None if Slurm does not answer."""
-    done = command(["sinfo", "--noheader", "--Node", *options, "--format=%N %t %P"])
+@dataclass(frozen=True)
+class Node:
+    """A node in a partition, as sinfo prints it."""
+
+    name: str
+    state: str  # short
+    partition: str  # with * if it is the default one
+    features: frozenset[str] = frozenset()
+    gres: str = ""
+
+
+def node_states(options: Sequence[str]) -> list[Node] | None:
+    """None if Slurm does not answer."""
+    done = command(["sinfo", "--noheader", "--Node", *options, "--format=%N %t %P %f %G"])
     if done is None or done.returncode != 0:
         return None
     rows = (line.split() for line in done.stdout.splitlines())
-    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
+    return [Node(r[0], r[1], r[2], frozenset(r[3].split(",")), r[4]) for r in rows if len(r) == 5]
 
 
 def down_among(nodes: str) -> tuple[str, ...]:
     """Which nodes of a host list Slurm holds for down."""
     found = node_states([f"--nodes={nodes}"]) or []
-    return tuple(dict.fromkeys(node for node, state, _ in found if state.startswith("down")))
+    return tuple(dict.fromkeys(n.name for n in found if n.state.startswith("down")))
 
 
-def usable_nodes(partition: str | None) -> int | None:
-    """How many nodes of a partition (None: the default one) jobs can get; None if Slurm does not answer."""
+def usable_nodes(cluster: Mapping[str, Any]) -> int | None:
+    """How many nodes a job with this configuration (`cluster`) can get; None if nobody can tell: Slurm does not answer,
+    or the job asks for what is not looked at here."""
+    partition, constraint = cluster["partition"], cluster.get("constraint") or ""
+    if cluster.get("reservation") or cluster.get("gres") or not _PLAIN.fullmatch(constraint):
+        return None
     found = node_states([f"--partition={partition}"] if partition else [])
     if found is None:
         return None
-    mine = [(node, state) for node, state, name in found if partition or name.endswith("*")]
-    return len({node for node, state in mine if not state.startswith(_OUT)})
+    mine = [n for n in found if partition or n.partition.endswith("*")]
+    gpus, kind = int(cluster.get("gpus_per_node") or 0), cluster.get("gpu_type")
+    fit = [n for n in mine if has_features(n, constraint) and gpus_of(n, kind) >= gpus]
+    return len({n.name for n in fit if not n.state.startswith(_OUT)})
+
+
+def has_features(node: Node, constraint: str) -> bool:
+    """Whether it meets a constraint of one kind: features that it must all have (&), or one of them (|)."""
+    if not constraint:
+        return True
+    if "|" in constraint:
+        return any(name in node.features for name in constraint.split("|"))
+    return all(name in node.features for name in re.split("[&,]", constraint))
+
+
+def gpus_of(node: Node, kind: str | None = None) -> int:
+    """How many GPUs (of a kind) a node has, from `gpu:h100:8(S:0-1),...`."""
+    count = 0
+    for gpu_kind, number in _GPU.findall(node.gres):
+        if kind is None or gpu_kind.lower() == kind.lower():
+            count += int(number)
+    return count
 
 
 def amend(job_id: str, changes: Mapping[str, str]) -> str | None:

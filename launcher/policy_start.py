@@ -14,6 +14,7 @@ from .policy_types import AgentFailed, AgentJoined, AgentView, Blame, Note, Stag
 from .run.outcome import Cause
 
 SLOW_START = 30.0  # seconds after which a start says what it waits for
+FEW = 0.25  # share of the nodes that may be too late before it is no longer their own fault
 STORE_LIMIT = 30.0  # seconds that a loaded node may take to start the store; then another one is asked
 
 
@@ -91,6 +92,8 @@ def waiting(state: State) -> Decision:
         there = sorted(n for n, a in state.agents.items() if a.is_ready)
         reason = f"only {len(there)} of {s.nodes} nodes were ready after {s.gather_timeout:.0f} s ({', '.join(there)})"
         late = {n: f"not ready after {s.gather_timeout:.0f} s" for n in s.names if n not in there}
+        if len(late) > max(1, int(FEW * s.nodes)):
+            late = {}  # what most of them wait for is no node's fault, but storage's or the network's
         failed = {**late, **state.failed} if there else {}
         return _end_start(replace(state, failed=failed), reason)
     if waited > SLOW_START and not state.is_wait_noted:

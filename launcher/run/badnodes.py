@@ -19,7 +19,7 @@ from .files import create_json, read_json
 from .layout import RunDir
 
 MOST = 0.5  # share of the nodes that a job could use which may be avoided at once
-MOST_UNKNOWN = 2  # the same where their number is not known
+MOST_UNKNOWN = 1  # nodes, where it is not known how many there are
 _KEPT = 24 * 3600.0  # seconds that an expired finding stays for people to read
 _ODD = re.compile(r"[^A-Za-z0-9._-]")
 

@@ -54,15 +54,32 @@ def test_a_launch_that_slurm_gives_up_blames_the_node_that_it_names() -> None:
     assert blames(s.feed(p.LaunchEnded(1))) == [("n2", Cause.LAUNCH_FAILED, False)]
 
 
-def test_nodes_that_are_not_ready_in_time_are_blamed_by_name() -> None:
-    s = Scene(THREE)
-    s.feed(p.AgentJoined("n1", "a"), p.AgentReady("n1"), p.AgentJoined("n2", "b"))
-    assert blames(s.feed(p.Tick(), at=901.0)) == [
-        ("n2", Cause.LAUNCH_FAILED, False),
-        ("n3", Cause.LAUNCH_FAILED, False),
-    ]
-    nobody = Scene(THREE)
-    assert blames(nobody.feed(p.Tick(), at=901.0)) == []
+def slow_start(nodes: int, *ready: int) -> list[tuple[str, Cause, bool]]:
+    """Who is blamed for the nodes that are not ready in time."""
+    s = Scene(replace(SETTINGS, nodes=nodes, names=tuple(f"n{i}" for i in range(1, nodes + 1))))
+    for i in range(1, nodes):  # the last one does not even join
+        s.feed(p.AgentJoined(f"n{i}", "a"))
+    s.feed(*(p.AgentReady(f"n{i}") for i in ready))
+    return blames(s.feed(p.Tick(), at=901.0))
+
+
+def test_a_few_nodes_that_are_not_ready_in_time_are_blamed_by_name() -> None:
+    assert slow_start(2, 1) == [("n2", Cause.LAUNCH_FAILED, False)]
+    assert slow_start(3, 1, 2) == [("n3", Cause.LAUNCH_FAILED, False)]
+    assert slow_start(8, 1, 2, 3, 4, 5, 6) == [("n7", Cause.LAUNCH_FAILED, False), ("n8", Cause.LAUNCH_FAILED, False)]
+
+
+def test_where_many_are_not_ready_in_time_no_node_is_to_blame() -> None:
+    assert slow_start(3, 1) == []
+    assert slow_start(8, 1, 2, 3, 4, 5) == []
+    assert slow_start(64, 1) == []
+    assert slow_start(3) == []
+
+
+def test_among_many_slow_ones_a_node_that_failed_is_to_blame() -> None:
+    s = Scene(replace(SETTINGS, nodes=4, names=("n1", "n2", "n3", "n4")))
+    s.feed(p.AgentJoined("n1", "a"), p.AgentReady("n1"), p.AgentFailed("n4", "Exited with exit code 127"))
+    assert blames(s.feed(p.Tick(), at=901.0)) == [("n4", Cause.LAUNCH_FAILED, False)]
 
 
 def test_an_agent_that_joins_after_all_is_not_held_against_its_node() -> None:
