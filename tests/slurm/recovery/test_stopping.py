@@ -155,11 +155,16 @@ def test_a_writer_frozen_before_its_rename_harms_nothing(lab: Any, same: Callabl
 
 
 def test_jobs_by_hand_are_adopted(lab: Any, same: Callable[..., None]) -> None:
-    """`sbatch submit.sbatch` works as it is and belongs to the run."""
+    """`sbatch submit.sbatch` works as it is and belongs to the run; a second one leaves it to the first."""
     run = lab.launch("hand", no_submit=True)
     job = lab.cluster.submit([str(run.dir.script)], cwd=run.dir.path)
+    wait_for(run.dir.attempt(1).start.exists, lambda: run.story())
+    second = lab.cluster.submit([str(run.dir.script)], cwd=run.dir.path)
     assert run.wait_end().cause is Cause.FINISHED, run.story()
     assert json.loads(run.dir.attempt(1).start.read_text())["job_id"] == job
+    lab.empty_queue()
+    assert f"job {job} works on {run.dir.path}; nothing to do" in (run.dir.job_logs / f"{second}.log").read_text()
+    assert len(run.dir.all_attempts()) == 1
     assert run.job_id == job
     same(run)
 
