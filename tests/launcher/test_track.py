@@ -127,7 +127,7 @@ def test_each_step_is_recorded_once_over_a_killed_tracker_a_rewind_a_torn_line_a
     )
     stopped.terminate()
     assert stopped.wait(60) == 0
-    assert recorded(run) in (50, 60)
+    assert 50 <= recorded(run) <= 60  # how much of 31 to 60 the killed one had recorded is chance
 
     add_text(second, line(51)[40:])
     add_steps(second, 52, 80)
