@@ -47,8 +47,10 @@ class Script:
     is_own_python: bool = False
     continuation: str = "none"  # of a Slurm job: how it is started elsewhere if this node cannot start it
     failed_starts: int = 10  # how often that is tried
+    backoff: int = 0  # seconds between two such starts
+    comment: str = ""  # the user's own, of such a job
     bad_nodes: str = ""  # directory of findings (run/badnodes.py)
-    bad_node_seconds: int = 0  # for which a finding holds; 0: none are written
+    bad_node_seconds: int = 0  # for which a finding holds
 
 
 def script_of(
@@ -80,8 +82,10 @@ def script_of(
         is_own_python=bool(cluster.modules or cluster.conda or cluster.python),
         continuation=config.resilience.continuation.value if cluster.kind is ClusterKind.slurm else "none",
         failed_starts=limit if limit != UNLIMITED else 10**6,
+        backoff=round(r.backoff),
+        comment=cluster.comment or "",
         bad_nodes=str(directory_of(RunDir(run_dir))),
-        bad_node_seconds=round(3600 * r.bad_node_hours) if r.avoid_bad_nodes else 0,
+        bad_node_seconds=round(3600 * r.bad_node_hours),
     )
 
 
@@ -187,6 +191,10 @@ def render(script: Script, template: str = "supervisor.sbatch.j2") -> str:
         is_own_python=script.is_own_python,
         continuation=script.continuation,
         failed_starts=script.failed_starts,
+        backoff=script.backoff,
+        comment=f"{script.comment} " if script.comment else "",
+        attempts=str(RunDir(Path(script.run_dir)).attempts),
+        submissions=str(RunDir(Path(script.run_dir)).submissions),
         bad_nodes=script.bad_nodes,
         bad_node_seconds=script.bad_node_seconds,
     )

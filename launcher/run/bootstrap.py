@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ ENV_ARCHIVE = "STOKER_ENV_ARCHIVE"  # environment that launcher/stage.py packed
 CODE = "STOKER_CODE"  # node-local directory of the frozen code; unset where none could be written
 ENV_DIR = "STOKER_ENV_DIR"  # node-local directory of the environment we run from, if it is staged
 STAGED = "STOKER_STAGED"  # JSON: what became of the staging, for the agent's events
+NO_CODE, BROKE = 71, 70  # exit codes (sysexits'): the code cannot be used here; what ran broke down
 _STALE = 24 * 3600  # seconds after which a half-unpacked directory is nobody's any more
 _UNUSED = 7 * 24 * 3600  # seconds after which a directory that nobody works in is taken away
 _BLOCK = 1 << 20
@@ -329,11 +331,17 @@ def main(argv: list[str]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(entries + ([inherited] if inherited else []))
     module, *arguments = argv
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception:
+        # Not 1, which modules return for reasons of their own: the batch script looks after these.
+        traceback.print_exc()
+        sys.exit(BROKE)
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except BootstrapError as error:
-        sys.exit(f"stoker: error: {error}")
+        print(f"stoker: error: {error}", file=sys.stderr)
+        sys.exit(NO_CODE)
