@@ -78,7 +78,10 @@ class Ground:
 
     def gained(self, attempt: AttemptDir, outcome: Outcome | None, is_mine: bool = True) -> bool:
         """Whether the attempt that comes next got further; it is counted in. `is_mine`: it belongs to the series."""
-        reached, saved = reached_by(attempt, outcome), saved_by(attempt, outcome) if is_mine else 0
+        try:
+            reached, saved = reached_by(attempt, outcome), saved_by(attempt, outcome) if is_mine else 0
+        except OSError:  # of no consequence for whether the run goes on
+            return False
         has_gained = reached > self.best or saved > self.saved
         self.best, self.saved = max(self.best, reached), saved or self.saved
         return has_gained
@@ -94,7 +97,7 @@ def history(
     for attempt in run.all_attempts():
         if until and attempt.number >= until:
             break
-        outcome, is_mine = Outcome.read(attempt), attempt.number in wanted
+        outcome, is_mine = Outcome.seen(attempt), attempt.number in wanted
         got_further = ground.gained(attempt, outcome, is_mine)
         if is_mine:
             found.append(past_of(attempt, outcome, got_further, config))

@@ -136,11 +136,6 @@ class Continuation:
         reason = f"{outcome.reason}; {reason}; `stoker resume` goes on"
         return replace(outcome, next=Next.NOTHING, exit_code=EXIT_FAILED, reason=reason)
 
-    def abandon(self) -> None:
-        """The supervisor itself failed: nothing may follow."""
-        if self.chain is not None:
-            self.chain.stop()
-
     def _go_on(self, outcome: Outcome, is_ours: bool, ends_at: float | None) -> str | None:
         """Ask for the next start; None if there will be one."""
         assert self.job_id is not None

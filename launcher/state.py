@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from . import slurm
+from .avoid import run_id
 from .process import loop_process
+from .run.badnodes import directory_of, known
 from .run.files import read_json
 from .run.layout import AttemptDir, RunDir
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_FINISHED, Cause, Next, Outcome
@@ -62,6 +64,7 @@ class Facts:
     queue_known: bool  # whether Slurm answered
     loop_alive: bool | None = None  # of a local run; None: on another host
     has_begun: bool = True  # whether its batch script was ever started
+    unusable: str | None = None  # why the last node could not even start the run's job, as the batch script said
     broken: str | None = None  # why nothing will follow the job, where a successor should
 
 
@@ -108,18 +111,33 @@ def facts(run: RunDir, queue: Queue | None) -> Facts:
     front = front_of(links, queue)
     mine = attempts_of(run, *links)
     job_id = front.job_id
+    outcome = Outcome.read(mine[-1]) if mine else None
+    job = queue.get(job_id) if queue is not None and job_id else None
     return Facts(
         mode=front.mode,
         job_id=job_id,
         is_cancelled=is_called_off(links),
         attempts=len(mine),
-        outcome=Outcome.read(mine[-1]) if mine else None,
-        job=queue.get(job_id) if queue is not None and job_id else None,
+        outcome=outcome,
+        job=job,
         queue_known=queue is not None,
         loop_alive=_loop_alive(front),
         has_begun=bool(mine) or job_id is None or (run.job_logs / f"{job_id}.log").exists(),
+        unusable=_unusable(run, outcome) if job is None or job.is_over else None,
         broken=_broken(links, queue),
     )
+
+
+def _unusable(run: RunDir, outcome: Outcome | None) -> str | None:
+    """What the batch script said of a node that could not start the run, if that was the last thing to happen."""
+    if outcome is not None and outcome.next is Next.NOTHING:
+        return None
+    identity = run_id(run)
+    own = [f for f in known(directory_of(run), identity).values() if f.run == identity and f.attempt == 0]
+    last = max(own, key=lambda f: f.time, default=None)
+    if last is None or (outcome is not None and last.time < outcome.time):
+        return None
+    return f"{last.node} could not start it: {last.reason}"
 
 
 _LINKS = 3  # submissions of a chain that can matter: the running one, its successor, and one that is on its way out
@@ -245,6 +263,7 @@ def _queued(f: Facts, job: QueuedJob) -> RunState:
 
 def _gone(f: Facts, how: str) -> RunState:
     """Nothing works on the run any more, and no attempt said that this was the end."""
+    how = f"{how} ({f.unusable})" if f.unusable else how
     if f.outcome is not None:
         detail = f"after {f.outcome.cause.value}, {how} and was not started again; `stoker resume` goes on"
         return RunState(State.INTERRUPTED, detail, EXIT_FAILED)

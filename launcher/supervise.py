@@ -33,7 +33,7 @@ from .run.effective import effective_config
 from .run.events import EventLog
 from .run.files import create_json
 from .run.layout import AttemptDir, RunDir, open_run
-from .run.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
+from .run.outcome import EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.packages import changes
 from .run.stacks import offer
 from .run.submissions import Submission, own_submission, rival, series, submissions
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     if job_id and (other := job_at_work(run, job_id)):
         print(f"supervise: job {other} works on {run.path}; nothing to do")
         return EXIT_FINISHED
-    submission = own_submission(run, job_id) if job_id else submissions(run)[-1]
+    submission = own_submission(run, job_id, token) if job_id else submissions(run)[-1]
     mine = series(submissions(run), upto=submission.number)
     code = end_already(run, mine)
     if code is not None:
@@ -81,13 +81,12 @@ def main(argv: list[str]) -> int:
         supervisor = Supervisor(run, attempt, mine, events, job_id, signals)
         return supervisor.serve()
     except Exception as e:
-        traceback.print_exc()
         tail = "\n".join(traceback.format_exc().splitlines()[-40:])
         events.write("supervisor_failed", error=f"{type(e).__name__}: {e}", traceback=tail)
-        Outcome(Cause.CRASH, Next.NOTHING, EXIT_FAILED, f"the supervisor failed: {e}", traceback=tail).write(attempt)
-        if supervisor is not None:
-            supervisor.continuation.abandon()
-        return EXIT_FAILED
+        if supervisor is not None and supervisor.exit_code is not None:
+            traceback.print_exc()
+            return supervisor.exit_code
+        raise  # the batch script sees that, and has the last word said (aftermath.py)
 
 
 class Supervisor:

@@ -39,7 +39,7 @@ def end_already(run: RunDir, mine: list[Submission]) -> int | None:
     """
     is_off = is_called_off(mine)
     attempts = attempts_of(run, *mine)
-    last = Outcome.read(attempts[-1]) if attempts else None
+    last = Outcome.seen(attempts[-1]) if attempts else None
     if last is None or last.next is not Next.NOTHING or last.cause is Cause.SUPERSEDED:
         return EXIT_CANCELLED if is_off else None
     is_same = submission_of(attempts[-1]) == mine[-1].number

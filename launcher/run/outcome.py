@@ -87,3 +87,11 @@ class Outcome:
             return Outcome(**(raw | {"cause": Cause(raw["cause"]), "next": Next(raw["next"])}))
         except (KeyError, TypeError, ValueError) as e:
             raise ValueError(f"{attempt.outcome}: not an outcome that this version knows ({e})") from e
+
+    @staticmethod
+    def seen(attempt: AttemptDir) -> Outcome | None:
+        """As `read`, and None also for one that is damaged or that storage does not give."""
+        try:
+            return Outcome.read(attempt)
+        except (OSError, ValueError):
+            return None

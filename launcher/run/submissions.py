@@ -48,7 +48,11 @@ class Submission:
 
     @property
     def is_cancelled(self) -> bool:
-        return self._path(".cancel.json").exists()
+        """Not, as long as storage does not answer: the next start looks again."""
+        try:
+            return self._path(".cancel.json").exists()
+        except OSError:
+            return False
 
     @property
     def cancelled_by(self) -> str | None:
@@ -157,20 +161,24 @@ def rival(run: RunDir, job_id: str, token: str) -> str | None:
     return None
 
 
-def own_submission(run: RunDir, job_id: str) -> Submission:
-    """The submission that this job belongs to; made (`adopted`) if somebody ran sbatch by hand."""
+def own_submission(run: RunDir, job_id: str, token: str | None = None) -> Submission:
+    """The submission that this job belongs to; made (`adopted`) if somebody ran sbatch by hand. `token`: the job's."""
     known = submissions(run)
     for s in known:
         if s.job_id == job_id:
             return s
+    # The batch script replaced a job of a chain that could not start (slurm_templates/), and could not note that.
+    after = os.environ.get(AFTER)
+    if after:
+        s = new_submission(run, "chain", after=after, token=token)
+        s.set_job(job_id)
+        return s
     for s in reversed(known):
         # The job started before the launcher could note its id. The newest: an sbatch that was refused leaves an older
         # submission without a job for ever.
         is_free = s.mode == "sbatch" or (s.mode == "chain" and not s.is_cancelled)
         if is_free and s.job_id is None and s.set_job(job_id):
             return s
-    # The batch script replaced a job of a chain that could not start (slurm_templates/).
-    after = os.environ.get(AFTER)
-    s = new_submission(run, "chain", after=after) if after else new_submission(run, "adopted")
+    s = new_submission(run, "adopted")
     s.set_job(job_id)
     return s

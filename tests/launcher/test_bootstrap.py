@@ -157,7 +157,7 @@ def test_changed_archive_is_refused(run_dir: Path, tmp_path: Path) -> None:
     (run_dir / "code.tar.gz").unlink()
     code.pack(snapshot(tmp_path, "other"), run_dir / "code.tar.gz")
     done = start(run_dir, tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 71
     assert "changed since the run was frozen" in done.stderr
 
 

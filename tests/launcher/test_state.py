@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from stoker.launcher.avoid import run_id
 from stoker.launcher.run.attempts import claim
+from stoker.launcher.run.badnodes import Finding, directory_of, note
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
 from stoker.launcher.run.submissions import Submission, new_submission, series, submissions
@@ -161,3 +164,17 @@ def test_a_resume_begins_a_series_of_its_own(make_run: Callable[..., RunDir]) ->
     chain_of(run, "9", "10")
     assert [s.job_id for s in series(submissions(run))] == ["9", "10"]
     assert look(run, queue(j9="PENDING:Priority", j10="PENDING:Dependency")).state is State.PENDING
+
+
+def test_why_no_node_could_start_a_run_is_told_until_an_attempt_has_begun(make_run: Callable[..., RunDir]) -> None:
+    run = make_run()
+    new_submission(run, "sbatch", token="t").set_job("1")
+    (run.job_logs / "1.log").touch()
+    why, now = "cluster.setup failed with exit code 1 at: module load cuda", time.time()
+    note(directory_of(run), Finding("n3", why, "launch_failed", run_id(run), 0, now, now + 3600.0, True))
+    note(directory_of(run), Finding("n4", "of another run", "launch_failed", "other", 0, now + 1.0, now + 3600.0, True))
+    found = look(run, queue(j1="FAILED"))
+    assert found.detail.startswith(f"Slurm ended job 1 as FAILED (n3 could not start it: {why}) before the supervisor")
+    assert look(run, queue(j1="PENDING")).detail == "None"
+    Outcome(Cause.PREEMPTED, Next.REQUEUE, 75, "later", time=now + 1.0).write(claim(run))
+    assert "n3" not in look(run, queue(j1="FAILED")).detail

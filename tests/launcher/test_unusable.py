@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -180,7 +179,7 @@ def test_in_a_chain_another_job_with_a_token_of_its_own_takes_its_place(node: No
     node.refuse("sbatch", 1)  # whether it was heard or not: the token tells
     env = {"STOKER_WARNED": "1", "STOKER_SUBMISSION": "aa", "SLURM_RESTART_COUNT": "0", "SLURM_CONF": "/c"}
     node.start("false", chain=True, **env)
-    first, again = submissions(node.run)
+    _, again = submissions(node.run)
     token = again.intention["token"]
     assert (again.number, again.mode, again.intention["after"], again.job_id) == (2, "chain", "7", None)
     wanted = f"sbatch --dependency=afterany:7 --begin=now+0 --exclude=n9,n1 --comment=mine stoker:{token} "
@@ -205,7 +204,7 @@ def test_shell_options_of_the_set_up_do_not_outlive_it(node: Node) -> None:
 
 
 def test_an_exit_trap_of_the_set_up_stays(node: Node) -> None:
-    node.start("trap 'echo \"ended $?\" >> \"$CALLS\"' EXIT", CODE="75")
+    node.start('trap \'echo "ended $?" >> "$CALLS"\' EXIT', CODE="75")
     assert node.made[-1] == "ended 75"
 
 
@@ -220,7 +219,9 @@ def test_a_supervisor_that_could_not_say_its_last_word_has_it_said(node: Node, c
 
 def test_the_last_word_is_given_by_a_child_of_the_batch_script(node: Node) -> None:
     """chain.batch_environment takes the job's own environment from it."""
-    node.python.write_text('#!/bin/bash\n[ "$1" = -c ] || { [ $PPID = $STOKER_BATCH ] && echo "$3" >> "$CALLS"; exit 137; }')
+    node.python.write_text(
+        '#!/bin/bash\n[ "$1" = -c ] || { [ $PPID = $STOKER_BATCH ] && echo "$3" >> "$CALLS"; exit 137; }'
+    )
     node.start()
     assert node.made[-1] == "stoker.launcher.aftermath"
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from stoker.launcher.avoid import run_id
 from stoker.launcher.rehearsal.cluster import Cluster
 from stoker.launcher.rehearsal.lab import PAUSE
 from stoker.launcher.rehearsal.spec import ClusterSpec
@@ -141,7 +142,7 @@ def test_a_batch_host_that_cannot_start_anything_is_replaced_in_a_chain(site: An
         assert run.wait_end().cause is Cause.FINISHED, run.story()
     assert [o.cause for o in run.outcomes() if o] == [Cause.FINISHED]
     assert "n1" not in run.nodes()
-    assert list(known(run.dir.path.parent / ".bad-nodes")) == ["n1"]
+    assert list(known(run.dir.path.parent / ".bad-nodes", run_id(run.dir))) == ["n1"]
     assert [s.intention.get("after") for s in submissions(run.dir)[:2]] == [None, submissions(run.dir)[0].job_id]
     same(run)
     site.empty_queue()
