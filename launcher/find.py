@@ -5,12 +5,14 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..conf.slurm_jobid import parse_job_id
 from . import slurm
 from .errors import UserError
+from .run.files import read_json
 from .run.layout import RunDir, open_run
 from .run.submissions import submissions
 
@@ -24,16 +26,17 @@ def find_run(text: str) -> RunDir:
         UserError: there is none.
     """
     for path in (Path(text), Path(DEFAULT_ROOT) / text):
-        if (path / "run.json").is_file():
-            return open_run(path)
+        if _is_run(path):
+            return RunDir(path.resolve())
     if not _is_job(text):
         raise UserError(f"{text}: no run directory (no run.json in it) and no job id; `stoker status` lists runs")
     for run in runs_below(Path(DEFAULT_ROOT)):
-        if any(s.job_id == text for s in submissions(run)):
-            return run
+        with contextlib.suppress(PermissionError):
+            if any(s.job_id == text for s in submissions(run)):
+                return run
     # A job works in its run directory.
     for job in slurm.squeue([text], timeout=slurm.AT_ONCE) or []:
-        if (Path(job.workdir) / "run.json").is_file():
+        if _is_run(Path(job.workdir)):
             return open_run(job.workdir)
     raise UserError(
         f"job {text}: no run below ./{DEFAULT_ROOT} has it, and Slurm knows no such job; name the directory"
@@ -44,7 +47,25 @@ def runs_below(root: Path) -> list[RunDir]:
     """The runs directly below a directory, by name."""
     if not root.is_dir():
         return []
-    return [RunDir(p.resolve()) for p in sorted(root.iterdir()) if (p / "run.json").is_file() and p.name[0] != "."]
+    return [RunDir(p.resolve()) for p in sorted(root.iterdir()) if p.name[0] != "." and _is_run(p)]
+
+
+def check_readable(run: RunDir) -> None:
+    """Whether a run's two oldest files can be read; most verbs could do without, and would not notice.
+
+    Raises:
+        OSError, ValueError: one cannot, or is torn; names it.
+    """
+    read_json(run.run)
+    read_json(run.config_json)
+
+
+def _is_run(path: Path) -> bool:
+    """Also a directory that one may not look into: it may be one, and who asks is told instead of seeing nothing."""
+    try:
+        return (path / "run.json").is_file()
+    except PermissionError:
+        return True
 
 
 def _is_job(text: str) -> bool:
@@ -70,4 +91,4 @@ def find_runs(texts: Iterable[str]) -> list[RunDir]:
 def is_root(text: str) -> bool:
     """Whether a directory of runs is meant, rather than a run or a job."""
     path = Path(text)
-    return path.is_dir() and not (path / "run.json").is_file() and not _is_job(text)
+    return path.is_dir() and not _is_run(path) and not _is_job(text)

@@ -55,6 +55,7 @@ def _summaries(runs: list[RunDir]) -> tuple[list[Summary], list[tuple[Path, str]
     readable = []
     for run in runs:
         try:
+            run.run.stat()  # a directory that one may not look into seems empty to the rest
             submitted = submissions(run)
             for submission in submitted:
                 submission.intention, submission.job_id  # noqa: B018 (read for their errors)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .cancel import learn_jobs
-from .find import DEFAULT_ROOT, find_runs
+from .find import DEFAULT_ROOT, check_readable, find_runs
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
 from .watch_checks import Facts, Finding, Fix, Limits, findings
 from .watch_facts import ask, gather, is_settled
 
 EVERY = 300.0  # seconds between two looks without --once
+LONGEST = 1e8  # seconds; time.sleep() takes no more than some hundred years
+LEAST_SILENCE = 60.0  # seconds; a healthy supervisor gives a sign of life every 30
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,12 @@ def main(argv: list[str]) -> int:
     p.add_argument("--once", action="store_true", help="look once and exit: 0 if all is well, else 1 (for cron)")
     p.add_argument("--fix", action="store_true", help="release, resume or replace what can be, and say so")
     p.add_argument("--json", action="store_true", help="one JSON list per look, for programs")
-    p.add_argument("--every", type=float, default=EVERY, metavar="SECONDS", help="pause between two looks")
+    p.add_argument("--every", type=_positive, default=EVERY, metavar="SECONDS", help="pause between two looks")
     for name in ("silence", "stalled", "pending"):
         default = getattr(Limits, name)
-        p.add_argument(f"--{name}", type=float, default=default, metavar="SECONDS", help=f"default: {default:.0f}")
+        kind, least = (_silence, f", at least {LEAST_SILENCE:.0f}") if name == "silence" else (_positive, "")
+        text = f"default: {default:.0f}{least}"
+        p.add_argument(f"--{name}", type=kind, default=default, metavar="SECONDS", help=text)
     arguments = p.parse_args(argv)
     limits = Limits(silence=arguments.silence, stalled=arguments.stalled, pending=arguments.pending)
     while True:
@@ -65,13 +70,37 @@ def main(argv: list[str]) -> int:
         time.sleep(arguments.every)
 
 
+def _positive(text: str) -> float:
+    seconds = _number(text)
+    if not 0 < seconds <= LONGEST:  # NaN neither
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of seconds above 0, up to {LONGEST:.0f}")
+    return seconds
+
+
+def _silence(text: str) -> float:
+    seconds = _number(text)
+    if not LEAST_SILENCE <= seconds <= LONGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected at least {LEAST_SILENCE:.0f} seconds: a healthy job is silent for up to 30, "
+            "and --fix ends one that is silent for longer than this"
+        )
+    return seconds
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def look_once(runs: Sequence[RunDir], limits: Limits, is_fixing: bool = False) -> list[Line]:
     """All findings of all runs; one damaged run hides no other."""
-    runs = [run for run in runs if not is_settled(run)]
+    lines: list[Line] = []
+    runs = [run for run in runs if _is_of_interest(run, lines)]
     queue = ask(runs)
-    lines = []
     if queue is None and runs:
-        lines.append(Line("Slurm", "no answer", "squeue does not answer; what follows is from the files alone"))
+        lines.insert(0, Line("Slurm", "no answer", "squeue does not answer; what follows is from the files alone"))
     told: set[str] = set()
     for run in runs:
         try:
@@ -86,6 +115,16 @@ def look_once(runs: Sequence[RunDir], limits: Limits, is_fixing: bool = False) -
         if found:
             lines += _lines(run, facts, found, is_fixing, told)
     return lines
+
+
+def _is_of_interest(run: RunDir, lines: list[Line]) -> bool:
+    """Whether a run is to be looked at; what is wrong with the files of one that cannot be is added to the lines."""
+    try:
+        check_readable(run)
+    except (OSError, ValueError) as e:
+        lines.append(Line(run.path.name, "damaged", str(e)))
+        return False
+    return not is_settled(run)
 
 
 def _lines(run: RunDir, facts: Facts, found: Sequence[Finding], is_fixing: bool, told: set[str]) -> list[Line]:

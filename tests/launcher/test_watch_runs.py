@@ -278,3 +278,52 @@ def test_a_damaged_run_hides_no_other_and_a_silent_slurm_is_told(run: RunDir, fa
 )
 def test_elapsed(text: str, seconds: float | None) -> None:
     assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--silence=-1", "--silence=nan", "--silence=59", "--silence=inf", "--every=-1", "--every=nan", "--every=1e300",
+     "--stalled=0", "--pending=nan", "--pending=soon"],
+)  # fmt: skip
+def test_a_limit_that_would_end_healthy_jobs_is_refused_before_anything_is_asked(
+    option: str, run: RunDir, fake_slurm: Any, capsys: Any
+) -> None:
+    started(run)
+    fake_slurm.program("squeue", row("7", "RUNNING"))
+    with pytest.raises(SystemExit) as end:
+        watch(run, "--fix", option)
+    assert end.value.code == 2
+    assert f"argument {option.split('=')[0]}: {option.split('=')[1]}: expected " in capsys.readouterr().err
+    assert fake_slurm.calls("squeue") == []
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.json", ""), ("config.json", '{"cluster": {')])
+def test_torn_files_of_a_finished_run_are_told(name: str, text: str, run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    started(run, outcome=Outcome(Cause.FINISHED, Next.NOTHING, 0, "all steps are done"))
+    (run.path / name).write_text(text)
+    assert watch(run) == 1
+    assert capsys.readouterr().out.startswith(f"r: damaged: {run.path / name}: not valid JSON")
+
+
+def test_a_directory_that_may_not_be_read_is_told_and_hides_no_other(
+    run: RunDir, fake_slurm: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = run.path.parent / "alien"
+    locked.mkdir()
+    stat = Path.stat
+
+    def refuse(path: Path, **how: Any) -> os.stat_result:
+        if locked in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refuse)  # the tests may run as root, whom no mode keeps out
+    started(run)
+    fake_slurm.program("squeue", row("7", "PENDING", "JobHeldUser", "0:00"))
+    assert watch(run) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[:2] for line in told] == [["alien", "damaged"], ["r", "held"]]
+    assert cli.main(["status", str(run.path.parent)]) == 0
+    out, err = capsys.readouterr()
+    assert f"{locked}: cannot be read: [Errno 13] Permission denied" in err
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["r", "HELD"]]
