@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from stoker.launcher.avoid import run_id
+from stoker.launcher.rehearsal.trial import Trial, wait_for
 from stoker.launcher.run.badnodes import known
 from stoker.launcher.run.outcome import Cause
 
@@ -36,3 +38,21 @@ def test_a_node_that_fails_every_launch_is_left_out(lab: Any, same: Callable[...
         assert other.wait_end().cause is Cause.FINISHED, other.story()
         assert len(other.outcomes()) == 1
         assert not {"n1", "n3"} & set(other.nodes())
+
+
+def test_a_mistake_in_the_set_up_ends_soon_and_says_so(lab: Any) -> None:
+    """What fails on n1 alone is tried elsewhere; what fails on every node is over after three, with the reason."""
+
+    def shown(run: Trial) -> dict[str, Any]:
+        return dict(json.loads(lab.stoker("status", "--json", str(run.dir.path)))[0])
+
+    here = lab.launch("here", "cluster.setup=['test $SLURMD_NODENAME != n1']", "cluster.nodelist=null")
+    typo = lab.launch("typo", "cluster.setup=['cat /nonexistent/typo']", "resilience.backoff=1")
+    wait_for(lambda: shown(typo)["state"] == "FAILED", typo.story)
+    assert (
+        "could not start it: cluster.setup failed with exit code 1 at: cat /nonexistent/typo" in shown(typo)["detail"]
+    )
+    assert (typo.dir.job_logs / f"{typo.job_id}.log").read_text().count("cannot start this run") == 3
+    assert here.wait_end().cause is Cause.FINISHED, here.story()
+    assert "n1" not in here.nodes()
+    assert typo.dir.all_attempts() == []
