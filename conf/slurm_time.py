@@ -7,7 +7,6 @@ these are refused here.
 from __future__ import annotations
 
 import re
-import time
 
 FORMS = "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds"
 
@@ -65,13 +64,20 @@ def format_time(seconds: int) -> str:
     return f"{days}-{hour:02}:{minute:02}:{second:02}" if days else f"{hour:02}:{minute:02}:{second:02}"
 
 
-BEGIN_FORMS = "now+2hours, 16:00, midnight, tomorrow, 2026-12-24 or 2026-12-24T18:00"
+BEGIN_FORMS = "now+2hours, 16:00, midnight, tomorrow, 2026-12-24, 2026-12-24T18:00 or 12/24/26"
 
-_WORDS = ("now", "today", "tomorrow", "midnight", "noon", "fika", "teatime")
-_FROM_NOW = re.compile(r"now\+\d{1,8}(?:(?:second|minute|hour|day|week)s?)?", re.ASCII)
-_CLOCKS = ("%H:%M", "%H:%M:%S", "%I:%M%p", "%I:%M:%S%p")
-_DATES = ("%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S", "%m/%d/%y")
-_DIGITS = re.compile(r"\d{1,4}(?:[-/:T]\d\d)*(?:[AaPp][Mm])?", re.ASCII)
+_DAYS = ("today", "tomorrow")  # in no other case, unlike all other words
+_WORDS = ("now", "midnight", "noon", "fika", "teatime")
+_FROM_NOW = re.compile(r"now *[+-] *\d{1,8} *(?:(?:second|minute|hour|day|week)s?)?", re.ASCII | re.IGNORECASE)
+_CLOCK = r"(?P<hour>\d\d?):(?P<minute>[0-5]\d)(?::[0-5]\d)?(?: ?(?P<half>[ap]m))?"
+_DATES = (
+    r"\d{4}-(?P<month>\d\d)-(?P<day>\d\d)",
+    r"(?P<month>\d\d?)/(?P<day>\d\d?)(?:/\d\d)?",
+    r"(?P<month>\d\d?)\.(?P<day>\d\d?)(?:\.\d\d)?",
+    r"(?P<month>\d\d)(?P<day>\d\d)(?:\d\d)?",
+)
+_MOMENTS = [re.compile(text, re.ASCII | re.IGNORECASE) for text in (_CLOCK, *(f"{d}(?:[T-]{_CLOCK})?" for d in _DATES))]
+_LONGEST_MONTHS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
 def check_begin(text: str) -> None:
@@ -80,12 +86,13 @@ def check_begin(text: str) -> None:
     Raises:
         ValueError: `text` has none of the BEGIN_FORMS.
     """
-    if text in _WORDS or _FROM_NOW.fullmatch(text):
+    if text in _DAYS or text.lower() in _WORDS or _FROM_NOW.fullmatch(text):
         return
-    for form in (*_CLOCKS, *_DATES) if _DIGITS.fullmatch(text) else ():
-        try:
-            time.strptime(text, form)
-        except ValueError:
-            continue
-        return
-    raise ValueError(f"expected a time like {BEGIN_FORMS}")
+    if not any(_is_moment(match.groupdict()) for form in _MOMENTS if (match := form.fullmatch(text))):
+        raise ValueError(f"expected a time like {BEGIN_FORMS}")
+
+
+def _is_moment(parts: dict[str, str | None]) -> bool:
+    month, day = int(parts.get("month") or 1), int(parts.get("day") or 1)
+    hour, least, most = int(parts["hour"] or 1), *((1, 12) if parts["half"] else (0, 23))
+    return 1 <= month <= 12 and 1 <= day <= _LONGEST_MONTHS[month - 1] and least <= hour <= most

@@ -211,14 +211,15 @@ def _container(config: Config, site: Site, which: Callable[[str], str | None], f
 
 
 def _reservation(config: Config, site: Site, found: Findings) -> None:
-    name = config.cluster.reservation
-    if not name or "reservations" in site.settings.get("PrivateData", ""):
+    wanted = config.cluster.reservation
+    if not wanted or "reservations" in site.settings.get("PrivateData", ""):
         return
-    reply = site_ask.reservation(name)
-    if reply.code != 0 and "not found" in reply.out + reply.err:
-        found.errors.append(
-            f"cluster.reservation={name}: there is none of this name; `scontrol show reservation` lists them"
-        )
+    for name in dict.fromkeys(part.strip() for part in wanted.split(",")):  # sbatch takes a list
+        reply = site_ask.reservation(name) if name else None
+        if reply is not None and reply.code != 0 and "not found" in reply.out + reply.err:
+            found.errors.append(
+                f"cluster.reservation={wanted}: there is no reservation {name}; `scontrol show reservation` lists them"
+            )
 
 
 def _licenses(config: Config, found: Findings) -> None:

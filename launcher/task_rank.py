@@ -29,6 +29,7 @@ from .task_output import Lines, Writer
 EVERY = 5.0  # seconds between two lines of metrics that come of heartbeats
 LONGEST_METRICS = 1 << 20  # bytes; a longer line is none
 READ = 1 << 16  # bytes taken from a pipe at a time
+LARGEST = 2**53  # a step or count beyond it is none: the segment has 64 bits, and stop steps lie above a step
 LAST_WORDS = 256  # reads of a pipe, and of metrics, after their process has ended; somebody else may still write
 _AGAIN = f"asked to be started again (exit code {EXIT_REQUEUE})"
 _STARTER = Path(__file__).with_name("task_start.py")
@@ -70,6 +71,7 @@ class Rank:
         self._intervals: deque[float] = deque(maxlen=31)
         self._metrics_read, self._told_step, self._told_at, self._has_metrics = 0, 0, self._since, False
         self._is_in_long_line = False
+        self._has_failed_to_look = self._has_told_heartbeat = False
         self._outside: signal.Signals | None = None  # Slurm, or somebody, signalled the whole step
         self.has_closed_output = False
         self.pipe, theirs = os.pipe()
@@ -104,7 +106,19 @@ class Rank:
         return bool(data)
 
     def look(self) -> None:
-        """Heartbeat and metrics in, stop out; called a few times a second."""
+        """Heartbeat and metrics in, stop out; called a few times a second. What fails here is said once: the other
+        processes, and their ends, are more than this one's heartbeat."""
+        try:
+            self._look()
+        except Exception as e:  # noqa: BLE001
+            if not self._has_failed_to_look:
+                self._say(f"cannot look at heartbeat and metrics ({type(e).__name__}: {e})")
+            self._has_failed_to_look = True
+
+    def _say(self, text: str) -> None:
+        self._writer.log(self._files.log, f"[{self.rank}] stoker: {text}\n".encode(errors="replace"))
+
+    def _look(self) -> None:
         now = time.monotonic()
         self._writer.log(self._files.log, self._lines.stale(now))
         control = self._segment.read_control()
@@ -127,6 +141,11 @@ class Rank:
         if stamp == self._stamp:
             return
         words = [int(word) for word in text.split()[:2] if word.isdigit()]
+        if any(word > LARGEST for word in words):
+            words = []
+            if not self._has_told_heartbeat:
+                self._say(f"heartbeat ignored, expected numbers up to {LARGEST}: {text.decode(errors='replace')!r}")
+            self._has_told_heartbeat = True
         if words:
             self._seen = words[0]
         if words and not self._is_held:
@@ -263,7 +282,7 @@ def metrics_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int or record["step"] < 0:
+    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] <= LARGEST:
         return None
     return {key: value for key, value in ((str(k), _plain(v)) for k, v in record.items()) if value is not ...}
 

@@ -41,7 +41,23 @@ REFUSED = [
 ALSO_REFUSED = ["1-", "-5", "35791395", "2147483647", "99999999999", "24855-4"]
 BEGIN = ["now", "now+60", "now+2hours", "now+1week", "today", "tomorrow", "midnight", "noon", "fika", "teatime"]
 BEGIN += ["16:00", "16:00:30", "4:30pm", "2027-01-20", "2027-01-20T12:34", "2027-01-20T12:34:56", "01/20/27"]
+BEGIN += ["1224", "122427", "12/24", "12/24/27", "1/2", "12.24", "12.24.27", "02/29", "2027-01-20-16:00", "12/24-16:00"]
+BEGIN += [
+    "1224-16:00",
+    "12.24.27T4:30PM",
+    "4:30 pm",
+    "12:30am",
+    "now-5",
+    "now-1day",
+    "NOW",
+    "Now",
+    "now + 1hour",
+    "Noon",
+]
+BEGIN += ["now+1HOUR", "now+1 hour", "MIDNIGHT"]
 NO_BEGIN = ["now+", "now+10min", "now+1month", "now+1h", "Tomorrow", "x", "4pm", "2027-13-20", "20270120", "25:00"]
+NO_BEGIN += ["TOMORROW", "Today", "12/24/2027", "12.24.2027", "12/32", "13/1", "1324", "31/12", "12/24-16", "00:60"]
+NO_BEGIN += ["13:00pm", "6:5", "now-", "+1", ""]
 
 
 @pytest.mark.parametrize("text", TAKEN)

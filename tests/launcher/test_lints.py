@@ -15,8 +15,10 @@ from stoker.conf.schema import (
     Continuation,
     ResilienceConfig,
 )
+from stoker.launcher import lints
 from stoker.launcher.lints import license_problems, lint
 from stoker.launcher.site import Accounting, Association, Hardware, Inventory, Partition, Qos, Site
+from stoker.launcher.slurm import Reply
 
 MAIN = Partition("main", is_default=True, total_nodes=4, preempt_mode="REQUEUE", grace_time=120)
 SHORT = Partition("short", max_time=3600, default_time=600, total_nodes=4, max_nodes=2, min_nodes=0)
@@ -402,3 +404,16 @@ def test_containers_that_are_not_here_are_warned_of() -> None:
 )
 def test_licenses(wanted: str, expected: list[str]) -> None:
     assert license_problems(wanted, {"matlab": 2, "ansys": 1}) == expected
+
+
+def test_each_reservation_of_a_list_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reservation(name: str) -> Reply:
+        return Reply(0, "", "") if name in ("res1", "res2") else Reply(1, "", f"Reservation {name} not found")
+
+    monkeypatch.setattr(lints.slurm, "is_available", lambda: True)
+    monkeypatch.setattr(lints.site_ask, "ask", lambda: SITE)
+    monkeypatch.setattr(lints.site_ask, "reservation", reservation)
+    assert lints.live(Config(cluster=ClusterConfig(reservation="res1,res2", time="20"))).errors == []
+    assert lints.live(Config(cluster=ClusterConfig(reservation="res1, nope", time="20"))).errors == [
+        "cluster.reservation=res1, nope: there is no reservation nope; `scontrol show reservation` lists them"
+    ]

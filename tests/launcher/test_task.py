@@ -7,17 +7,20 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stoker.launcher.run.heartbeat import NO_STOP, Control, Heartbeat, Phase, Segment
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.wire import Channel, Closed
+from stoker.launcher.task_rank import Rank
 
 PATIENCE = 20.0  # seconds; a bound, not an expectation
 
@@ -295,6 +298,33 @@ def test_a_heartbeat_shows_in_the_segment(agent: Any) -> None:
     a.stop(committed=False)
     a.receive(lambda: segment.read_control().stop_step != NO_STOP)
     assert segment.read_heartbeat().step == 8
+
+
+def test_a_heartbeat_of_absurd_numbers_is_ignored_and_told_once(agent: Any) -> None:
+    a = agent()
+    segment = a.python(
+        "import os, time\n"
+        "def beat(text): open(os.environ['STOKER_HEARTBEAT'], 'w').write(text); time.sleep(0.3)\n"
+        "beat('5 1'); beat('9223372036854775808'); beat('6 18446744073709551616'); beat('9' * 60)\n"
+        "open(os.environ['STOKER_METRICS'], 'w').write('{\"step\": 9223372036854775808}\\n')\n"
+        "beat('7 2'); time.sleep(60)"
+    )
+    a.receive(lambda: segment.read_heartbeat().step == 7)
+    assert a.log().count("stoker: heartbeat ignored, expected numbers up to") == 1
+    assert a.log().count("not taken as metrics") == 1
+    assert a.process.poll() is None
+
+
+def test_a_look_that_fails_is_told_once_and_raises_nothing() -> None:
+    said: list[bytes] = []
+    rank = object.__new__(Rank)
+    vars(rank).update(rank=3, _has_failed_to_look=False, _files=SimpleNamespace(log=1))
+    vars(rank).update(_writer=SimpleNamespace(log=lambda _, data: said.append(data)))
+    vars(rank).update(_look=lambda: struct.pack("<q", 2**63))
+    rank.look()
+    rank.look()
+    assert len(said) == 1
+    assert said[0].startswith(b"[3] stoker: cannot look at heartbeat and metrics (error: ")
 
 
 def test_steps_are_not_counted_on_once_a_stop_is_proposed(agent: Any) -> None:
