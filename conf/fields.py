@@ -177,7 +177,7 @@ def _scalar(hint: Any, value: Any) -> tuple[Any, str | None]:
 
 def check_part(hint: Any, value: Any, path: Sequence[str]) -> list[Problem]:
     """Problems with one value that is to be merged into a configuration: keys may be missing, integers are taken for
-    strings, and what holds an interpolation (`${...}`) or is yet to be given (`???`) is judged later, when resolved.
+    strings, booleans, too, where a string may be null (switches without a value: sbatch's options), and what holds an interpolation (`${...}`) or is yet to be given (`???`) is judged later, when resolved.
     """
     problems: list[Problem] = []
     build(hint, _integers_as_text(hint, value), path, problems, complete=False)

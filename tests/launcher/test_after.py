@@ -19,6 +19,7 @@ JOBS = {"7": "RUNNING", "8": "PENDING", "9": "COMPLETED", "10": "FAILED", "12_3"
 ROW = r"printf '%s\x1f%s\x1f0:00\x1f\x1fNone\x1f/w\x1fx\x1f/c\n'"
 # squeue for one job, by its id.
 SQUEUE = 'case "$*" in\n' + "".join(f"*--jobs={j}) {ROW} {j} {state};;\n" for j, state in JOBS.items())
+SQUEUE += f"*--jobs=7,8) {ROW} 7 RUNNING; {ROW} 8 PENDING;;\n"
 SQUEUE += '*--jobs=11) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;;\nesac'
 SCONTROL = (
     'if [ "$2" = partition ]; then echo "PartitionName=p Default=YES DefaultTime=NONE MaxNodes=UNLIMITED '
@@ -63,12 +64,39 @@ def test_a_run_stands_for_its_newest_job(make_run: Callable[..., RunDir]) -> Non
     assert dependencies([], ["runs/first"]) == After("afterok:8", ())
 
 
-def test_of_a_chain_only_the_present_job_is_waited_for_and_that_is_told(make_run: Callable[..., RunDir]) -> None:
-    run = submitted(make_run("links"), "7")
+def chained(run: RunDir) -> RunDir:
     run.config_json.write_text('{"cluster": {"kind": "slurm"}, "resilience": {"continuation": "chain"}}')
-    assert dependencies(["links"], []) == After(
-        "afterany:7", ("links continues by a chain of jobs: only its present one, 7, is waited for",)
-    )
+    return run
+
+
+NOT_THE_FOLLOWING = "the newest of them, is waited for; not those that may follow when it has started"
+
+
+def test_of_a_chain_the_successor_is_waited_for_and_that_is_told(make_run: Callable[..., RunDir]) -> None:
+    run = chained(submitted(make_run("links"), "7"))
+    told = f"links continues by a chain of jobs: 7, {NOT_THE_FOLLOWING}"
+    assert dependencies(["links"], []) == After("afterany:7", (told,))
+    successor = new_submission(run, "chain", after="7", token="t8")
+    assert dependencies(["links"], []).dependency == "afterany:7"  # Slurm has not accepted it yet
+    successor.set_job("8")
+    told = f"links continues by a chain of jobs: 8, {NOT_THE_FOLLOWING}"
+    assert dependencies(["links"], []) == After("afterany:8", (told,))
+    successor.cancel("supervisor: the run is over")
+    assert dependencies(["links"], []).dependency == "afterany:7"
+
+
+@pytest.mark.parametrize("has_successor", [False, True])
+def test_the_success_of_a_chain_cannot_be_waited_for(has_successor: bool, make_run: Callable[..., RunDir]) -> None:
+    run = chained(submitted(make_run("links"), "7"))
+    if has_successor:  # it waits for the end of job 7, and is cancelled when that has finished the run
+        new_submission(run, "chain", after="7", token="t8").set_job("8")
+    with pytest.raises(UserError, match="--after-ok links: it continues by a chain of jobs, .*; use --after"):
+        dependencies([], ["links"])
+
+
+def test_a_chain_that_is_over_is_as_any_other_run(make_run: Callable[..., RunDir]) -> None:
+    ended(chained(submitted(make_run("links"), "9")), FINISHED)
+    assert dependencies([], ["links"]) == After(None, ("links is over (FINISHED); not waited for",))
 
 
 def test_what_is_over_is_not_waited_for(make_run: Callable[..., RunDir]) -> None:
