@@ -73,6 +73,9 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as e:
             raise ConfigError([*problems, _translated(e, known)]) from e
     plain = to_plain(from_plain(_resolved(composed)))
+    # OmegaConf makes such words of the booleans that people switch options with.
+    options = plain["cluster"]["sbatch"]
+    plain["cluster"]["sbatch"] = {k: v.lower() if v in ("True", "False") else v for k, v in options.items()}
     _make_absolute(plain, Path.cwd())
     return Composed(from_plain(plain), _to_yaml(plain), plain, tuple(overrides))
 

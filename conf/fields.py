@@ -177,24 +177,30 @@ def _scalar(hint: Any, value: Any) -> tuple[Any, str | None]:
 
 def check_part(hint: Any, value: Any, path: Sequence[str]) -> list[Problem]:
     """Problems with one value that is to be merged into a configuration: keys may be missing, integers are taken for
-    strings, booleans, too, where a string may be null (switches without a value: sbatch's options), and what holds an interpolation (`${...}`) or is yet to be given (`???`) is judged later, when resolved.
+    strings, and what holds an interpolation (`${...}`) or is yet to be given (`???`) is judged later, when resolved.
+    Booleans are taken for strings where these are options that may have no value: in a mapping to strings or null.
     """
     problems: list[Problem] = []
-    build(hint, _integers_as_text(hint, value), path, problems, complete=False)
+    is_option = container(lookup(path[:-1])) == (dict, str | None)
+    build(hint, _option(value) if is_option else _as_text(hint, value), path, problems, complete=False)
     return [p for p in problems if p.value is None or not ("${" in p.value or "???" in p.value)]
 
 
-def _integers_as_text(hint: Any, value: Any) -> Any:
+def _as_text(hint: Any, value: Any) -> Any:
     hint, _ = without_none(hint)
     kind, inner = container(hint)
     if isinstance(value, list) and kind is list:
-        return [_integers_as_text(inner, item) for item in value]
+        return [_as_text(inner, item) for item in value]
     if isinstance(value, dict) and kind is dict:
-        return {key: _integers_as_text(inner, item) for key, item in value.items()}
+        return {key: _option(item) if inner == str | None else _as_text(inner, item) for key, item in value.items()}
     if isinstance(value, dict) and is_section(hint):
         known = members(hint)
-        return {key: _integers_as_text(known[key], item) if key in known else item for key, item in value.items()}
+        return {key: _as_text(known[key], item) if key in known else item for key, item in value.items()}
     return str(value) if hint is str and type(value) is int else value
+
+
+def _option(value: Any) -> Any:
+    return show(value) if type(value) in (bool, int) else value
 
 
 def show(value: Any) -> str:

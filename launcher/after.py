@@ -30,7 +30,8 @@ class After:
 def dependencies(after: Sequence[str], after_ok: Sequence[str]) -> After:
     """What to wait for: `after` until it is over, `after_ok` until it has succeeded. All of them.
 
-    A run stands for its newest job: of a chain, the successor that is in the queue. What is over (and has succeeded, for `after_ok`) need not be waited for.
+    A run stands for its newest job: of a chain, the successor that is in the queue. What is over (and has succeeded,
+    for `after_ok`) need not be waited for.
 
     Raises:
         UserError: a text names nothing, has no job, or has ended in another way than `after_ok` wants.
@@ -66,8 +67,8 @@ def _job_of_run(run: RunDir, text: str, must_succeed: bool, notes: list[str]) ->
     continues_by_chain = effective_config(run, found[-1].number)["resilience"]["continuation"] == "chain"
     if continues_by_chain and must_succeed:
         raise UserError(
-            f"--after-ok {text}: it continues by a chain of jobs, whose last one is cancelled when the run has succeeded, "
-            "and Slurm would never start what waits for the success of that; use --after"
+            f"--after-ok {text}: it continues by a chain of jobs, whose last one is cancelled when the run has "
+            "succeeded, and Slurm would never start what waits for the success of that; use --after"
         )
     # A successor that is not accepted yet, or is withdrawn, is nothing to wait for: the job before it is.
     newest = [s for s in found if not (s.mode == "chain" and (s.job_id is None or s.is_cancelled))][-1:]

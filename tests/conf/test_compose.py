@@ -14,6 +14,7 @@ import yaml
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+from stoker.conf.checks import check
 from stoker.conf.compose import DIRECTORY, compose, default_groups
 from stoker.conf.load import from_plain, to_plain
 from stoker.conf.problems import ConfigError
@@ -89,6 +90,27 @@ def test_overrides_reach_the_typed_configuration() -> None:
     assert config.cluster.setup == ["module load a/1", "echo $HOME"]
     assert config.optim.lr == 0.0001
     assert config.tracking.tags == ["a", "7"]
+
+
+def test_switches_of_sbatch_are_booleans_on_the_command_line_and_in_files(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/mine.yaml").write_text(
+        "defaults: [slurm]\nsbatch: {hold: true, contiguous: no, overcommit: true, hint: nomultithread}\n"
+    )
+    overrides = ["cluster=mine", "cluster.sbatch={hold: false, reboot: true, priority: 7}", "cluster.sbatch.wait=true"]
+    assert compose(overrides, tmp_path).plain["cluster"]["sbatch"] == {
+        "hold": "false",
+        "contiguous": "false",
+        "overcommit": "true",
+        "hint": "nomultithread",
+        "reboot": "true",
+        "priority": "7",
+        "wait": "true",
+    }
+    wrong = compose(["cluster.sbatch={wckey: true}"]).config
+    assert [str(p) for p in check(wrong) if "wckey" in p.field] == ["cluster.sbatch.wckey=true: needs a value"]
+    for wrong in ("cluster.sbatch={hold: 1.5}", "cluster.env={A: true}", "cluster={account: true}"):
+        assert "put it in quotes" in messages(wrong)[0]
 
 
 def test_the_last_override_wins_for_choices_and_for_fields() -> None:

@@ -90,7 +90,7 @@ def test_the_success_of_a_chain_cannot_be_waited_for(has_successor: bool, make_r
     run = chained(submitted(make_run("links"), "7"))
     if has_successor:  # it waits for the end of job 7, and is cancelled when that has finished the run
         new_submission(run, "chain", after="7", token="t8").set_job("8")
-    with pytest.raises(UserError, match="--after-ok links: it continues by a chain of jobs, .*; use --after"):
+    with pytest.raises(UserError, match=r"--after-ok links: it continues by a chain of jobs, .*; use --after"):
         dependencies([], ["links"])
 
 
