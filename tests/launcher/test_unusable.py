@@ -174,6 +174,13 @@ def test_an_allocation_of_the_user_s_own_is_left_alone(node: Node) -> None:
     assert node.asked() == []
 
 
+@pytest.mark.parametrize(("required", "asked"), [("n1,n2", []), ("n2", ELSEWHERE), ("(null)", ELSEWHERE)])
+def test_a_job_that_asks_for_this_very_node_cannot_do_without_it(node: Node, required: str, asked: list[str]) -> None:
+    node.job.write_text(f"{SHOWN.format('RUNNING')} ReqNodeList={required}".replace("NodeList=n1 ", ""))
+    node.start("false")
+    assert node.asked() == asked
+
+
 def test_in_a_chain_another_job_with_a_token_of_its_own_takes_its_place(node: Node) -> None:
     new_submission(node.run, "sbatch", token="aa").set_job("7")
     node.refuse("sbatch", 1)  # whether it was heard or not: the token tells
