@@ -110,7 +110,7 @@ class Rank:
         processes, and their ends, are more than this one's heartbeat."""
         try:
             self._look()
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:
             if not self._has_failed_to_look:
                 self._say(f"cannot look at heartbeat and metrics ({type(e).__name__}: {e})")
             self._has_failed_to_look = True
