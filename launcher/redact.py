@@ -11,18 +11,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_ANYWHERE = {"secret", "secrets", "password", "passwd", "passphrase", "apikey", "apikeys", "credential", "credentials",
-             "token", "tokens", "pwd"}  # fmt: skip
-_AT_END = {"pass", "auth", "authorization", "cookie", "sig", "signature", "bearer"}
-_KEY_AFTER = {"api", "access", "private", "secret", "ssh", "encryption", "signing", "auth", "wandb", "license", "my",
-              "account", "service", "storage", "master", "hmac", "aws", "openai", "shared"}  # fmt: skip
+from ..conf.secret_names import is_secret, words_of
+
 _LIVING = 8  # characters from which on a value is masked wherever it stands
 
 # Forms by which a secret is known without its name.
 _FORMS = re.compile(
     r"""
-    -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
-    | \A[^-]*-----END[ ][A-Z ]*PRIVATE[ ]KEY-----                       # the rest of one whose begin was cut off
+    -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY(?:[ ]BLOCK)?-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY(?:[ ]BLOCK)?-----|\Z)
+    | \A[^-]*-----END[ ][A-Z ]*PRIVATE[ ]KEY(?:[ ]BLOCK)?-----           # the rest of one whose begin was cut off
     | \bhf_[A-Za-z0-9]{16,}                                              # Hugging Face
     | \b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b                            # AWS access key id
     | \bgh[oprsu]_[A-Za-z0-9]{20,} | \bgithub_pat_[A-Za-z0-9_]{20,}      # GitHub
@@ -41,7 +38,24 @@ _BASE64_40 = re.compile(r"(?<![A-Za-z0-9/+=_.-])[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+
 _COMMIT = re.compile(
     r"(?i)(?:\bsha|commit|revision|git|\bHEAD)[\"']?(?:\s+is\s+now)?\s*(?:is|at|[:=])?\s*[\"']?([0-9a-f]{40})(?![0-9a-f])"
 )
-_USERINFO = re.compile(r"(?<=://)([^/\s\"'<>@]+)@")
+# Up to the last @: passwords have some, and slashes. Not host:port/path@version.
+_USERINFO = re.compile(r"(?<=://)([^/\s\"'<>:@]{0,99}:(?!\d{1,5}/)[^\s\"'<>]{1,300}|[^/\s\"'<>]{1,300})@")
+_COOKIE = re.compile(r"(?i)(\b(?:set-)?cookie:[ \t]*)([^\s\"'][^\r\n\"']*)")
+# What programs take after one letter: curl -u name:password, mysql -ppassword, sshpass -p password.
+_WORD = r"\"[^\"\n]{1,300}\"|'[^'\n]{1,300}'|[^\s\"']{1,300}"
+_LETTER = re.compile(
+    rf"""
+    (?<![\w-])((?:-u|--user|--proxy-user)(?:=|[ \t]*)[\"']?(?!\d+:\d+\b)[^\s:\"'/]{{1,99}}:)([^\s\"':]{{1,300}})
+    | (\b(?:mysql|mysqldump|mysqladmin|mariadb)\b[^\n|;&]{{0,300}}?[ \t]-p)({_WORD})
+    | (\bsshpass[ \t]+-p[ \t]*)({_WORD})
+    """,
+    re.VERBOSE,
+)
+# What a terminal shows as nothing, and what it becomes in JSON.
+_UNSEEN = re.compile(
+    r"(?:\x1b|\\u001[bB]|\\x1b|\\033)\[[0-9;?]*[ -/]?[@-~]"
+    r"|[\u00ad\u200b-\u200f\u2060\ufeff]|\\u00ad|\\u200[b-f]|\\ufeff"
+)
 _HEADER = re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+|\bbearer\s+)([^\s\"',;]{6,})")
 _NETRC = re.compile(
     r"(?i)(\b(?:login\s+\S+|machine\s+\S+|default)\s+password\s+)(\S+)|(^\s*password\s+)(\S+)\s*$", re.M
@@ -52,9 +66,10 @@ _QUOTE = r"\\*[\"']"
 _NAMED = re.compile(
     rf"""
     (?<![A-Za-z0-9_])(?P<name>[A-Za-z_][A-Za-z0-9_.-]{{0,60}})
-    (?P<mark>{_QUOTE}?\s*(?:=>|[:=])[ \t]*|{_QUOTE}\s*,\s*(?=\\*[\"']))
+    (?P<mark>{_QUOTE}?\s*(?:=>|[:=])(?:[ \t\r]|\\r)*|{_QUOTE}\s*,\s*(?=\\*[\"']))
     (?P<value>
         (?P<quote>{_QUOTE})(?P<text>.{{0,8000}}?)(?<!\\)(?P=quote)
+        | <secret-\d+>
         | \$\{{[^}}\n]*\}}
         | \$\([^)\n]*\)
         | \[[^\]]{{0,8000}}\]
@@ -66,29 +81,17 @@ _NAMED = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_OPTION = re.compile(r"(?<![\w-])(--?(?P<name>[A-Za-z][A-Za-z0-9_-]*)[ \t]+)(?P<value>(?![-\"'])[^\s\"',;&)\]}]+)")
+_OPTION = re.compile(
+    rf"""
+    (?<![\w-])(?P<start>--?(?P<name>[A-Za-z][A-Za-z0-9_-]*)[ \t]+)
+    (?P<value>(?P<quote>{_QUOTE})(?P<text>[^\n]{{0,8000}}?)(?<!\\)(?P=quote) | (?![-\"'])[^\s\"',;&)\]}}]+)
+    """,
+    re.VERBOSE,
+)
 _REFERENCE = re.compile(
     r"\\*[\"']?(?:\$\w+|\$\{[^}]*\}|\$\(.*\)|None|null|true|false|True|False|~|\*+|<secret-\d+>)?\\*[\"']?"
 )
 _NUMBER = re.compile(r"[-+]?\d[\d.,_]*(?:e[-+]?\d+)?", re.IGNORECASE)
-
-
-def words_of(name: str) -> list[str]:
-    """`HF_TOKEN`, `hfToken`, `hf-token` -> [hf, token]."""
-    parts = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
-    return [w for w in re.split(r"[^A-Za-z0-9]+", parts.lower()) if w]
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether what stands behind this name is taken for a key, token or password."""
-    words = words_of(name)
-    if not words or name == "PWD" or name == "OLDPWD":
-        return False
-    if set(words) & _ANYWHERE or words[-1] in _AT_END:
-        return True
-    if words[-1] in ("key", "keys"):
-        return len(words) > 1 and (words[-2] in _KEY_AFTER or name.isupper())
-    return name.isupper() and words[0] == "key"
 
 
 class Redactor:
@@ -100,7 +103,7 @@ class Redactor:
         self._numbers: dict[str, int] = {}
         self._commits = set(commits)
         for name, value in environment.items():
-            if is_secret_name(name) and not _is_harmless(name, value):
+            if is_secret(name) and not _is_harmless(name, value):
                 self._mask(value)
 
     @property
@@ -124,7 +127,7 @@ class Redactor:
     def clean_json(self, value: Any) -> Any:
         """The same for a parsed JSON value, by its structure: all below a secret name is masked."""
         if isinstance(value, dict):
-            return {k: self._mask_all(v, k) if is_secret_name(str(k)) else self.clean_json(v) for k, v in value.items()}
+            return {k: self._mask_all(v, k) if is_secret(str(k)) else self.clean_json(v) for k, v in value.items()}
         if isinstance(value, list):
             return [self.clean_json(v) for v in value]
         return self.clean(value) if isinstance(value, str) else value
@@ -143,10 +146,13 @@ class Redactor:
         return f"<secret-{number}>"
 
     def _pass(self, text: str) -> str:
+        text = _UNSEEN.sub("", text)
         text = _FORMS.sub(lambda m: self._mask(m[0]), text)
         text = _USERINFO.sub(lambda m: f"{self._once(m[1])}@", text)
         text = _HEADER.sub(lambda m: m[1] + self._once(m[2]), text)
         text = _NETRC.sub(lambda m: (m[1] or m[3]) + self._once(m[2] or m[4]), text)
+        text = _COOKIE.sub(lambda m: m[1] + self._once(m[2]), text)
+        text = _LETTER.sub(self._letter, text)
         text = self._behind_names(text)
         text = _OPTION.sub(self._option, text)
         known = self._commits | set(_COMMIT.findall(text))
@@ -156,13 +162,18 @@ class Redactor:
     def _once(self, value: str) -> str:
         return value if _REFERENCE.fullmatch(value) else self._mask(value)
 
+    def _letter(self, m: re.Match[str]) -> str:
+        start, value = m[1] or m[3] or m[5], m[2] or m[4] or m[6]
+        quote = value[0] if value[0] in "\"'" else ""
+        return start + quote + self._once(value[1:-1] if quote else value) + quote
+
     def _behind_names(self, text: str) -> str:
         """What stands behind a harmless name is looked at too: it may be a name itself."""
         done, at, kept = [], 0, 0
         while (m := _NAMED.search(text, at)) is not None:
             at = m.end("mark")
             name, value = m["name"], m["value"]
-            if not is_secret_name(name) or _is_harmless(name, value):
+            if not is_secret(name) or _is_harmless(name, value):
                 continue
             if m["quote"]:
                 masked = m["quote"] + self._mask(m["text"]) + m["quote"]
@@ -173,9 +184,10 @@ class Redactor:
         return "".join([*done, text[kept:]])
 
     def _option(self, m: re.Match[str]) -> str:
-        if not is_secret_name(m["name"]) or _is_harmless(m["name"], m["value"]):
+        if not is_secret(m["name"]) or _is_harmless(m["name"], m["value"]):
             return m[0]
-        return m[1] + self._mask(m["value"])
+        quote = m["quote"] or ""
+        return m["start"] + quote + self._mask(m["text"] if quote else m["value"]) + quote
 
 
 def _is_harmless(name: str, value: str) -> bool:
