@@ -7,6 +7,8 @@ say about staging is launcher/stage.py's.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,9 @@ _PYXIS_OURS = ("container-workdir",)
 _OF_ONE_NODE = ("SLURMD_NODENAME", "HOSTNAME", "SLURM_NODEID", "SLURM_PROCID")
 # Options of apptainer that keep the environment out, and with it how an agent finds its supervisor.
 _CLEANING = ("-e", "--cleanenv", "-C", "--containall")
+
+_PLACEHOLDERS = ("image", "source", "target")  # launcher/container.py puts something in their place
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
 def environment_rules(config: Config) -> Iterator[Problem]:
@@ -43,8 +48,9 @@ def environment_rules(config: Config) -> Iterator[Problem]:
 
 
 def image_rules(config: Config) -> Iterator[Problem]:
-    """The image, where it is a file."""
+    """The image, where it is a file; the program that container.command begins with."""
     container = config.container
+    yield from _program(config)
     image, runtime = container.image, container.runtime
     if not is_file_image(runtime.value, image):
         return
@@ -55,6 +61,17 @@ def image_rules(config: Config) -> Iterator[Problem]:
         yield Problem("container.image", image, "expected a squashfs file; `enroot import -o FILE.sqsh` makes one")
     elif not os.access(image, os.R_OK):
         yield Problem("container.image", image, "cannot be read by you")
+
+
+def _program(config: Config) -> Iterator[Problem]:
+    """Said, not refused: nodes may have what this machine has not."""
+    container, cluster = config.container, config.cluster
+    if container.runtime is not ContainerRuntime.command or not container.command or cluster.modules or cluster.setup:
+        return
+    word = container.command[0]
+    if not _PLACEHOLDER.search(word) and shutil.which(word) is None:
+        message = "no such program here; if it is so on the nodes, too, nothing starts: give its path on the nodes"
+        yield Problem("container.command.0", word, message, "warning")
 
 
 def _words(config: Config) -> Iterator[Problem]:
@@ -150,6 +167,11 @@ def _command(config: Config) -> Iterator[Problem]:
         yield Problem("container.command", "[]", message)
     if container.options:
         yield Problem("container.options", None, "with container.runtime=command they belong into container.command")
+    for position, word in enumerate(container.command):
+        unknown = [name for name in _PLACEHOLDER.findall(word) if name not in _PLACEHOLDERS]
+        if unknown:
+            message = f"no such placeholder: {{{unknown[0]}}}; there are {{image}}, {{source}} and {{target}}"
+            yield Problem(f"container.command.{position}", word, message)
     sources, targets = (any(f"{{{p}}}" in word for word in container.command) for p in ("source", "target"))
     if sources != targets:
         yield Problem("container.command", None, "expected {source} and {target} of each mount, or neither")

@@ -26,6 +26,9 @@ class Launch(Protocol):
     def failures(self) -> list[tuple[str, str]]:
         """(node, reason) of agents that are said to have failed, since the last call."""
 
+    def last_words(self) -> str:
+        """What was said last of why nothing started; "" if nothing was."""
+
     def end(self) -> None:
         """Wait a moment for the agents to quit, then kill."""
 
@@ -109,6 +112,9 @@ class _Processes:
 
     def failures(self) -> list[tuple[str, str]]:
         return [failure for words in self._words for failure in words.take()]
+
+    def last_words(self) -> str:
+        return next((words.last for words in self._words if words.last), "")
 
     def end(self) -> None:
         for process in self._processes:

@@ -28,9 +28,11 @@ from .policy_types import (
 )
 from .run.heartbeat import Phase
 from .run.outcome import EXIT_FAILED, EXIT_USAGE, Cause, Next, Outcome
+from .srun_words import UNKNOWN_OPTION
 
 SLOW_FACTOR, SLOW_FLOOR = 3.0, 5.0  # a rank is named as slow after max(factor x median, floor) seconds
 KILLED = {-9, -15, 9, 15, 137, 143}  # exit codes of an srun that was ended, or whose tasks were, by SIGKILL or SIGTERM
+NOT_A_PROGRAM = {126, 127}  # a shell's exit codes for what cannot be executed, and for what is not there
 # Never started again unchanged: a person has to act first.
 _FATAL = {Cause.BAD_CONFIG, Cause.DIVERGED, Cause.OUT_OF_MEMORY, Cause.STORAGE}
 
@@ -148,6 +150,11 @@ def launch_ended(state: State, e: LaunchEnded) -> Decision:
         return end(state, state.then, ask=True)
     reason = f"srun ended with code {e.code} and took all agents along"
     note = Note("launch_ended", {"code": e.code})
+    if state.stage is Stage.GATHERING and _cannot_work(state, e):
+        said = e.words or f"exit code {e.code}"
+        why = f"no agent can be started by the configured words (container.*, cluster.python): {said}"
+        state, actions = end(state, outcome_of(state, Cause.BAD_CONFIG, Next.NOTHING, EXIT_USAGE, why))
+        return state, (note, *actions)
     if state.stage is Stage.GATHERING and e.code not in KILLED:
         state, actions = launch_failed(state, reason)
         return state, (note, *actions)
@@ -155,6 +162,13 @@ def launch_ended(state: State, e: LaunchEnded) -> Decision:
     trouble = Trouble(Cause.NODE_FAILURE, reason, state.now, is_certain=True, patience=patience)
     state = replace(state, stage=Stage.AWAITING_SLURM, since=state.now, launch_code=e.code)
     return replace(state, trouble=state.trouble or trouble), (note, AskSlurm())
+
+
+def _cannot_work(state: State, e: LaunchEnded) -> bool:
+    """Another node would do no better: srun does not know an option, or on no node is there what is to be started."""
+    if state.agents or 0 < len(state.failed) < state.settings.nodes:
+        return False
+    return e.words.startswith(UNKNOWN_OPTION) or e.code in NOT_A_PROGRAM
 
 
 def hang_limit(s: Settings, phase: Phase, step_seconds: float) -> float:

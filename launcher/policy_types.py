@@ -271,9 +271,10 @@ class SlurmSaid:
 
 @dataclass(frozen=True)
 class LaunchEnded:
-    """srun is gone (all agents with it)."""
+    """srun is gone (all agents with it). `words`: what was said last of why nothing started."""
 
     code: int
+    words: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..conf.compose import Composed, compose
 from ..conf.mounts import separators_in
 from ..conf.problems import ConfigError, Problem
 from ..conf.schema import ClusterKind, Config, ContainerRuntime
-from . import code, lints, slurm, stage, task_words
+from . import code, lints, setup_lines, slurm, stage, task_words
 from .errors import UserError
 from .freeze import Plan, new_id
 from .render import render, script_of
@@ -128,6 +128,8 @@ def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]
     found = check(config)
     errors = [str(p) for p in found if p.severity == "error"]
     warnings = [str(p) for p in found if p.severity != "error"]
+    if (wrong := setup_lines.problem_with(config.cluster.setup)) is not None:
+        errors.append(wrong)
     if config.cluster.kind is ClusterKind.slurm and (needs_slurm or slurm.is_available()):
         try:
             live = lints.live(config)

@@ -16,6 +16,8 @@ from .jobnodes import hostnames
 
 # "srun: error: n[2-3]: tasks 1-2: Exited with exit code 127"; "... Task launch for StepId=7.0 failed on node n2: ..."
 _TASK = re.compile(r"srun: error: (\S+): tasks? [\d,\-]+: (.+)")
+UNKNOWN_OPTION = "srun: unrecognized option"  # it has started nothing then
+_LONGEST = 300  # characters of a line that go into a reason
 _LAUNCH = re.compile(r"srun: error: .*failed on node (\S+?): (.+)")
 
 
@@ -27,6 +29,13 @@ def failures_in(line: str) -> Iterator[tuple[str, str]]:
             yield node, found[2].strip()
 
 
+def telling(line: str) -> str:
+    """The line, if it says why something did not start; "" for what srun adds to it."""
+    line = line.strip()
+    is_srun_s = line.startswith(("srun:", "slurmstepd:", "Try ")) and UNKNOWN_OPTION not in line
+    return "" if is_srun_s else line[:_LONGEST]
+
+
 class SrunWords:
     """Reads a stream to its end in a thread of its own."""
 
@@ -34,6 +43,7 @@ class SrunWords:
         self._stream = stream
         self._lock = threading.Lock()
         self._found: list[tuple[str, str]] = []
+        self._last = ""
         self._thread = threading.Thread(target=self._read, name="srun", daemon=True)
         self._thread.start()
 
@@ -48,6 +58,13 @@ class SrunWords:
             failures = list(failures_in(line))
             with self._lock:
                 self._found += failures
+                self._last = telling(line) or self._last
+
+    @property
+    def last(self) -> str:
+        """The newest line that tells why something did not start."""
+        with self._lock:
+            return self._last
 
     def take(self) -> list[tuple[str, str]]:
         """Failures since the last call."""

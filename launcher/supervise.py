@@ -217,7 +217,7 @@ class Supervisor:
             self._feed(p.AgentFailed(node, reason))
         if code is not None:
             self.launch_ended = True
-            self._feed(p.LaunchEnded(code))
+            self._feed(p.LaunchEnded(code, launch.last_words()))
         now = time.monotonic()
         if now >= self._next_fence:
             self._next_fence = now + FENCE_EVERY

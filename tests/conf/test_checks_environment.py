@@ -51,6 +51,10 @@ def found(container: dict[str, Any], cluster: dict[str, Any] | None = None, **re
             {"runtime": "command", "command": ["b", "{source}", "{target}"], "mounts": ["/a:/b:ro"]},
             "error: container.mounts.0=/a:/b:ro: with container.runtime=command write read-only mounts into",
         ),
+        (
+            {"runtime": "command", "command": ["x", "{src}", "${HOME}"]},
+            "error: container.command.1={src}: no such placeholder: {src}; there are {image}, {source} and {target}",
+        ),
         ({"runtime": "command", "command": ["x"], "options": ["--y"]}, "error: container.options: with container.run"),
         ({"runtime": "apptainer", "image": "/x", "command": ["y"]}, "error: container.command: is for container.runt"),
         ({"runtime": "apptainer", "image": "/x", "mounts": ["rel"]}, "error: container.mounts.0=rel: expected HOST, H"),
@@ -161,3 +165,17 @@ def test_a_relative_image_is_meant_from_here(tmp_path: Path, monkeypatch: pytest
 )
 def test_mounts(text: str, mount: Mount) -> None:
     assert parse_mount(text) == mount
+
+
+def test_a_command_that_begins_with_no_program_is_warned_of(tmp_path: Path) -> None:
+    def said(word: str, **cluster: Any) -> list[str]:
+        container = ContainerConfig(ContainerRuntime.command, command=[word, "x"])
+        config = Config(cluster=ClusterConfig(**cluster), container=container)
+        return [f"{p.severity}: {p}" for p in image_rules(config)]
+
+    assert said("sh") == said("/bin/sh") == said("no-such-program", modules=["bwrap"]) == []
+    for word in ("no-such-program", str(tmp_path), "/no/such"):
+        assert said(word) == [
+            f"warning: container.command.0={word}: no such program here; if it is so on the nodes, too, nothing starts:"
+            " give its path on the nodes"
+        ]

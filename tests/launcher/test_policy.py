@@ -403,6 +403,25 @@ def test_a_launch_that_fails_is_requeued(code: int, then: Next) -> None:
     assert (outcome.cause, outcome.next) == (Cause.LAUNCH_FAILED, then)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(127, "sh: 1: exec: bwarp: not found"), (126, ""), (255, "srun: unrecognized option '--container-image=x'")],
+)
+def test_a_launch_that_cannot_work_is_not_tried_again(code: int, words: str) -> None:
+    s = Scene()
+    s.feed(p.AgentFailed("n1", "x"), p.AgentFailed("n2", "x"))
+    outcome = s.finish(s.feed(p.LaunchEnded(code, words))).outcome
+    assert (outcome.cause, outcome.next, outcome.exit_code) == (Cause.BAD_CONFIG, Next.NOTHING, 2)
+    assert outcome.reason.endswith(words or "exit code 126")
+
+
+def test_a_program_that_one_node_lacks_is_looked_for_elsewhere() -> None:
+    s = Scene()
+    s.feed(p.AgentFailed("n2", "Exited with exit code 127"))
+    outcome = s.finish(s.feed(p.LaunchEnded(127))).outcome
+    assert (outcome.cause, outcome.next) == (Cause.LAUNCH_FAILED, Next.REQUEUE)
+
+
 def test_a_launch_that_is_killed_is_not_requeued_unasked() -> None:
     s = Scene()
     assert s.feed(p.LaunchEnded(143)) == [p.AskSlurm()]

@@ -43,3 +43,21 @@ def test_words_are_passed_on_and_kept(capfd: pytest.CaptureFixture[str]) -> None
         assert words.take() == [("n2", "Killed")]
         assert words.take() == []
     assert capfd.readouterr().err == "hello\nsrun: error: n2: task 1: Killed\nno end"
+
+
+@pytest.mark.parametrize(
+    ("said", "last"),
+    [
+        (b"sh: bwarp: not found\nsrun: error: n2: task 1: Exited with exit code 127\n", "sh: bwarp: not found"),
+        (b"srun: unrecognized option '--x'\nTry \"srun --help\"\n", "srun: unrecognized option '--x'"),
+        (b"srun: error: n2: task 1: Killed\n", ""),
+    ],
+)  # fmt: skip
+def test_the_line_that_tells_why_nothing_started_is_kept(said: bytes, last: str) -> None:
+    reader, writer = os.pipe()
+    with open(reader, "rb") as stream:
+        words = SrunWords(stream)
+        os.write(writer, said)
+        os.close(writer)
+        words.join()
+        assert words.last == last
