@@ -79,6 +79,23 @@ def test_what_is_written_is_read_back(items: list[Gpus], detail: str) -> None:
     assert list(listed(",".join(f"gpu:{written(item)}{detail}" for item in items))) == items
 
 
+others = st.sampled_from(["nvme:1", "nic:mlx5:2", "shard:8", "mps:100", "gpumem:8"])
+details = st.sampled_from(["", "(S:0-1)", "(IDX:0,3-5)", "(IDX:N/A)"])
+
+
+@given(
+    st.lists(st.tuples(gpus, details, st.sampled_from(["", "gres:", "gres/"])), max_size=3),
+    st.lists(others, max_size=2),
+)
+def test_gpus_are_found_among_other_resources(items: list[tuple[Gpus, str, str]], rest: list[str]) -> None:
+    words = [
+        f"{prefix}gpu:{written(item) if item.type else f'(null):{item.count}'}{end}" for item, end, prefix in items
+    ]
+    assert list(listed(",".join([*rest[:1], *words, *rest[1:]]))) == [item for item, _, _ in items]
+    tres = [f"gres/gpu{':' if item.type else ''}{item.type or ''}={item.count}" for item, _, _ in items]
+    assert list(listed(",".join(["cpu=4", *tres, "billing=7"]))) == [item for item, _, _ in items]
+
+
 @given(st.text(st.sampled_from("gpu:h100,=/(S)-IDX8 resn")))
 def test_no_text_does_worse_than_be_refused(text: str) -> None:
     for read in (asked, listed):

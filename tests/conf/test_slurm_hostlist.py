@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,6 +92,48 @@ names = st.from_regex(r"[a-z]{0,2}[0-9]{0,4}([a-z-][0-9]{0,3})?", fullmatch=True
 @given(st.lists(names, max_size=12))
 def test_what_is_compressed_expands_to_the_same(hosts: list[str]) -> None:
     assert expand(compress(hosts)) == hosts
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """What stands between two brackets, and the numbers that it stands for."""
+    texts, numbers = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        low, width, more = draw(st.integers(0, 1100)), draw(st.integers(1, 5)), draw(st.integers(0, 4))
+        written = f"{low:0{width}}"
+        texts.append(f"{written}-{low + more:0{draw(st.integers(1, 5))}}" if more or draw(st.booleans()) else written)
+        numbers += [f"{low + j:0{len(written)}}" for j in range(more + 1)]
+    return ",".join(texts), numbers
+
+
+@st.composite
+def host_lists(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A well-formed list and its hosts: words and brackets in turn, the last word often empty as Slurm wants it."""
+    items, hosts = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        text = draw(st.sampled_from(["n", "rack-", "a.b", "x1y", "7"]))
+        mine = [text]
+        for (inner, numbers), word in draw(
+            st.lists(st.tuples(ranges(), st.sampled_from(["", "", "-n", "."])), max_size=2)
+        ):
+            text += f"[{inner}]{word}"
+            mine = [name + number + word for name, number in itertools.product(mine, numbers)]
+        items.append(text)
+        hosts += mine
+    return ",".join(items), hosts
+
+
+@given(host_lists())
+def test_a_well_formed_list_is_expanded(made: tuple[str, list[str]]) -> None:
+    text, hosts = made
+    assert expand(text) == hosts
+    assert expand(compress(hosts)) == hosts
+
+
+@given(host_lists(), st.sampled_from([",", "[", "]", "[]", "[2-1]", "[1,]", " ", ",,a", "[x]", "[1-2-3]"]))
+def test_one_slip_spoils_a_well_formed_list(made: tuple[str, list[str]], slip: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        expand(made[0] + slip)
 
 
 @given(st.text(st.sampled_from("n[]-,0123 x\n"), max_size=12))

@@ -39,6 +39,26 @@ def test_anything_else_is_refused(text: str) -> None:
         parse_memory(text)
 
 
+KIB = {"": 1024, "K": 1, "M": 1024, "G": 1024**2, "T": 1024**3}  # of one unit
+units = st.sampled_from(
+    ["", *(spelling for u in "KMGT" for spelling in (u, u.lower(), u + "B", u + "b", u.lower() + "b"))]
+)
+
+
+@given(st.integers(0, 8_000_000), st.sampled_from(["", "0", "00"]), units)
+def test_a_well_formed_size_is_the_number_of_its_units_rounded_up(number: int, zeros: str, unit: str) -> None:
+    kib = number * KIB[unit[:1].upper()]
+    assert parse_memory(f"{zeros}{number}{unit}") == (kib + 1023) // 1024
+
+
+@given(
+    st.integers(0, 8_000_000), units, st.sampled_from(["{}.5{}", "-{}{}", "{} {}", "{}{} ", "{}{}x", "{}{}iB", "{}P{}"])
+)
+def test_one_slip_spoils_a_size(number: int, unit: str, form: str) -> None:
+    with pytest.raises(ValueError, match="expected an integer with K, M, G or T"):
+        parse_memory(form.format(number, unit))
+
+
 @given(st.text())
 def test_no_text_does_worse_than_be_refused(text: str) -> None:
     try:

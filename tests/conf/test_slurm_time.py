@@ -76,6 +76,35 @@ def test_anything_else_is_refused(text: str) -> None:
         parse_time(text)
 
 
+# Each form of --time with what its numbers count, seconds.
+FORMS = {
+    "{}": (60,),
+    "{}:{}": (60, 1),
+    "{}:{}:{}": (3600, 60, 1),
+    "{}-{}": (86_400, 3600),
+    "{}-{}:{}": (86_400, 3600, 60),
+    "{}-{}:{}:{}": (86_400, 3600, 60, 1),
+}
+counts = st.tuples(*[st.tuples(st.integers(0, 120), st.sampled_from(["", "0"])) for _ in range(4)])
+
+
+@given(st.sampled_from(list(FORMS)), counts)
+def test_each_form_counts_what_sbatch_says(form: str, parts: tuple[tuple[int, str], ...]) -> None:
+    used = parts[: len(FORMS[form])]
+    seconds = sum(number * unit for (number, _), unit in zip(used, FORMS[form], strict=True))
+    text = form.format(*(f"{zeros}{number}" for number, zeros in used))
+    assert parse_time(text) == (-(-seconds // 60) * 60 or None)
+    if ":" in text:
+        assert parse_elapsed(text) == seconds
+
+
+@given(st.sampled_from(list(FORMS)), counts, st.sampled_from(["x", ":", " ", "h", "-1-", ".5", ":0:0:0:0"]))
+def test_one_slip_spoils_a_time(form: str, parts: tuple[tuple[int, str], ...], slip: str) -> None:
+    text = form.format(*(number for number, _ in parts[: len(FORMS[form])]))
+    with pytest.raises(ValueError, match="expected one of sbatch's forms"):
+        parse_time(text + slip)
+
+
 @given(st.integers(1, 20_000 * 86_400))
 def test_a_written_time_is_read_back_rounded_up_to_minutes(seconds: int) -> None:
     assert parse_time(format_time(seconds)) == -(-seconds // 60) * 60
