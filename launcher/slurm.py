@@ -153,8 +153,13 @@ def was_cancelled(job_id: str, cluster: str | None = None) -> bool | None:
         )
     except UserError:
         return None
-    states = reply.out.split("\n")
-    return any(s.startswith("CANCELLED") for s in states) if reply.code == 0 and reply.out.strip() else None
+    return parse_cancelled(reply.out) if reply.code == 0 else None
+
+
+def parse_cancelled(text: str) -> bool | None:
+    """Whether sacct's states of a job's allocations say so (`CANCELLED by 1000`); None if it knows no such job."""
+    states = text.split("\n") if text.strip() else []
+    return any(s.startswith("CANCELLED") for s in states) if states else None
 
 
 def scancel(job_ids: Sequence[str], cluster: str | None = None) -> Reply:

@@ -143,6 +143,35 @@ def test_queue(version: str) -> None:
     assert {job: known[job] for job in states} == states
 
 
+def accounted(version: str) -> dict[str, str]:
+    """State of each job as sacct gave it; 22.05, which has no field Restarts, in columns."""
+    lines = text(version, "sacct-X" if version == "22.05" else "sacct-fields").splitlines()
+    if version != "22.05":
+        rows = [line.split("|") for line in lines[1:]]
+        return {job: state for _, job, state, *_ in rows if "." not in job}
+    ends = [end for end, (a, b) in enumerate(zip(lines[1], lines[1][1:], strict=False), 1) if (a, b) == ("-", " ")]
+    return {line[: ends[0]].strip(): line[ends[4] : ends[5]].strip() for line in lines[2:]}
+
+
+def test_accounting(version: str) -> None:
+    """Of all jobs, one was cancelled by a person; the step of one that was requeued ended as CANCELLED, too."""
+    states = accounted(version)
+    assert {"1", "2", "3", "4", "5_0", "13", "17", "18"} <= states.keys()
+    assert {job for job, state in states.items() if slurm.parse_cancelled(f"{state}\n")} == {"13"}
+    assert states["13"] == ("CANCELLED+" if version == "22.05" else "CANCELLED by 0")
+    assert slurm.parse_cancelled("REQUEUED\n" + states["13"] + "\n") is True  # a start before is a row of its own
+    assert slurm.parse_cancelled("\n") is None
+
+
+def test_accounting_is_asked_for_whole_jobs_and_may_not_know(version: str, fake_slurm: Any) -> None:
+    rows = text(version, "sacct-fields")
+    fake_slurm.program("sacct", f"echo '{rows.splitlines()[0]}' >&2; exit 1")
+    assert slurm.was_cancelled("13") is None
+    fake_slurm.program("sacct", f"printf '%s\\n' '{accounted(version)['13']}'")
+    assert slurm.was_cancelled("13") is True
+    assert "--noheader --parsable2 --allocations --format=State --jobs=13" in fake_slurm.calls("sacct")[-1]
+
+
 def test_nodes(version: str) -> None:
     partitions = ("main", "low", "high")
     assert site.parse_hardware(text(version, "scontrol-show-node")) == (
