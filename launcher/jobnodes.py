@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..conf.slurm_gpus import listed
 from ..conf.slurm_hostlist import expand
 from .jobinfo import command
 
@@ -19,7 +20,6 @@ _TRIES, _PAUSE = 4, 0.7  # a job that Slurm is still requeueing may refuse the f
 _OUT = ("down", "drain", "drng", "drained", "fail", "maint", "futr", "unk", "inval", "pow")  # states of `sinfo -o %t`
 
 _PLAIN = re.compile(r"([\w.-]+([&,][\w.-]+)*|[\w.-]+([|][\w.-]+)*)?", re.ASCII)  # constraints that are understood
-_GPU = re.compile(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)(?=[(,]|$)")
 
 
 def hostnames(text: str) -> list[str]:
@@ -81,12 +81,12 @@ def has_features(node: Node, constraint: str) -> bool:
 
 
 def gpus_of(node: Node, kind: str | None = None) -> int:
-    """How many GPUs (of a kind) a node has, from `gpu:h100:8(S:0-1),...`."""
-    count = 0
-    for gpu_kind, number in _GPU.findall(node.gres):
-        if kind is None or gpu_kind.lower() == kind.lower():
-            count += int(number)
-    return count
+    """How many GPUs (of a kind) a node has; none where Slurm's words for them cannot be read."""
+    try:
+        found = listed(node.gres)
+    except ValueError:
+        return 0
+    return sum(gpus.count for gpus in found if kind is None or (gpus.type or "").lower() == kind.lower())
 
 
 def amend(job_id: str, changes: Mapping[str, str]) -> str | None:

@@ -6,15 +6,14 @@ lints.py's. Pure, standard library only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..conf.slurm_gpus import listed
-from ..conf.slurm_time import parse_time
+from ..conf.slurm_memory import shown_memory
+from ..conf.slurm_time import parse_elapsed, parse_time
 from .slurm_text import records
 
-_UNITS = {"": 1.0, "M": 1.0, "K": 1 / 1024, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}
 _NOTHING = {"", "(null)", "N/A", "ALL", "NONE", "UNLIMITED"}
 SEPARATOR = "\x1f"  # between the cells that we ask sinfo for; no node's name or reason has it
 
@@ -227,10 +226,17 @@ def tres(text: str) -> tuple[tuple[str, int], ...]:
     found = []
     for word in text.split(","):
         key, _, value = word.partition("=")
-        amount = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", value)
-        if amount:
-            found.append((key, int(float(amount[1]) * (_UNITS[amount[2]] if key == "mem" else 1))))
+        amount = _memory(value) if key == "mem" else number(value)
+        if amount is not None:
+            found.append((key, amount))
     return tuple(found)
+
+
+def _memory(text: str) -> int | None:
+    try:
+        return shown_memory(text)
+    except ValueError:
+        return None
 
 
 def _rows(text: str) -> Iterable[dict[str, str]]:
@@ -278,11 +284,10 @@ def parse_associations(text: str) -> tuple[Association, ...]:
 
 def _seconds(text: str) -> int | None:
     """A time of sacctmgr, [days-]hours:minutes:seconds, to the second; None if there is none."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if found is None:
+    try:
+        return parse_elapsed(text)
+    except ValueError:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def number_of_seconds(text: str) -> int | None:

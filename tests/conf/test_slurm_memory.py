@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stoker.conf.slurm_memory import parse_memory
+from stoker.conf.slurm_memory import parse_memory, shown_memory
 
 TAKEN = {
     "0": 0,
@@ -65,3 +65,11 @@ def test_no_text_does_worse_than_be_refused(text: str) -> None:
         assert 0 <= parse_memory(text) <= 2**53
     except ValueError:
         return
+
+
+def test_what_slurm_shows_may_have_a_fraction() -> None:
+    shown = {"8000M": 8000, "8000": 8000, "2048K": 2, "1.50G": 1536, "1.50T": 1536 * 1024, "2P": 2 * 1024**3, "0": 0}
+    assert {text: shown_memory(text) for text in shown} == shown
+    for text in ("", "G", "1B", "1,5G", "-1", "1.G", "1g"):
+        with pytest.raises(ValueError, match="no size"):
+            shown_memory(text)

@@ -68,3 +68,20 @@ def test_a_named_partition_is_asked_for(asked: list[list[str]]) -> None:
 
 def test_what_is_down_among_nodes(asked: list[list[str]]) -> None:
     assert jobnodes.down_among("a[1-4],b[1-3],c1") == ("b2",)
+
+
+@pytest.mark.parametrize(
+    ("gres", "kind", "count"),
+    [
+        ("gpu:(null):8(IDX:N/A)", None, 8),  # a node whose GPUs have no type
+        ("gpu:(null):8", "h100", 0),
+        ("gpu:no_consume:4", None, 4),
+        ("gpu", None, 1),
+        ("gpu:8(IDX:0-3,5,7),nvme:1", None, 8),
+        ("gpu:H100:4,gpu:h100:2", "h100", 6),
+        ("shard:16", None, 0),
+        ("gpu:h100:x", None, 0),
+    ],
+)
+def test_gpus_of_a_node_in_each_of_slurm_s_forms(gres: str, kind: str | None, count: int) -> None:
+    assert jobnodes.gpus_of(jobnodes.Node("n1", "idle", "main*", gres=gres), kind) == count
