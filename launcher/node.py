@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .caches import cache_variables
+from .caches import cache_variables, is_compiled
 from .fabric_node import Fabric
 from .run.events import EventLog
 from .run.heartbeat import Control, Heartbeat, Phase, Segment
@@ -79,7 +79,7 @@ class Node:
         module = ["stoker.launcher.task", str(self._run.path)] if is_own else ["stoker.train.zygote"]
         ours, theirs = socket.socketpair()
         env = os.environ | {"STOKER_ZYGOTE_FD": str(theirs.fileno()), "STOKER_AGENT_PID": str(os.getpid())}
-        env |= cache_variables(os.environ)
+        env |= cache_variables(os.environ, is_compiled("torch", sys.path))
         env |= {"STOKER_NODE": self._events.writer, "STOKER_RUN_DIR": str(self._run.path)}
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", *module],

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 from . import slurm
 from .cancel import live_jobs, poll
 from .errors import UserError, environment_error
 from .resume import CLEARING, resume
-from .run.files import create_json
+from .run.files import create_json, read_json
 from .run.layout import RunDir
 from .run.submissions import Submission, is_called_off, series, submissions
 from .state import cluster_of
@@ -55,9 +56,27 @@ def _resume(run: RunDir, submission: Submission, facts: Facts) -> str:
     job_id = submission.job_id
     if job_id and facts.job is None and not facts.was_replaced and slurm.was_cancelled(job_id, cluster_of(submission)):
         raise environment_error(f"job {job_id} was cancelled by scancel; `stoker resume` starts it again")
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with environment_of_launch(run), contextlib.redirect_stdout(io.StringIO()) as said:
         resume(run, [], by=NAME, number=facts.submission + 1)
     return f"resumed: {' '.join(said.getvalue().split('job:')[-1].split()) or 'submitted'}"
+
+
+@contextlib.contextmanager
+def environment_of_launch(run: RunDir) -> Iterator[None]:
+    """What env.json recorded of the launch's environment, in place of ours: Slurm gives the job the submitter's, and
+    cron's has neither the PATH nor the libraries that the run was launched with. Keys are not recorded."""
+    try:
+        variables = dict(read_json(run.env)["variables"])
+    except (OSError, ValueError, KeyError, TypeError):
+        variables = {}
+    variables.pop("HOSTNAME", None)
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _replace(run: RunDir, submission: Submission, facts: Facts) -> str:
