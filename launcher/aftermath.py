@@ -15,7 +15,7 @@ from typing import Any
 
 from . import jobinfo
 from .continuation import Continuation
-from .policy_types import JobFate
+from .job_fate import JobFate
 from .protocol import SUBMISSION
 from .run.attempts import claim
 from .run.effective import effective_config

@@ -14,7 +14,8 @@ from typing import Any
 
 from . import avoid, budgets, jobinfo, jobnodes
 from .chain import Chain
-from .policy_types import Blame, JobFate
+from .job_fate import JobFate
+from .policy_types import Blame
 from .run import badnodes
 from .run.attempts import Fence
 from .run.badnodes import Finding

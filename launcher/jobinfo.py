@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from . import slurm_text
-from .policy_types import JobFate
+from .job_fate import JobFate
 from .run.outcome import Cause
 
 _NONE = {"", "None", "N/A", "Unknown", "(null)", "Invalid"}

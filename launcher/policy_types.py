@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .job_fate import JobFate as JobFate
 from .run.heartbeat import Phase
 from .run.outcome import Cause, Next, Outcome
 
@@ -231,20 +232,6 @@ class Warned:
     reason: str
     seconds_left: float | None  # None: unknown
     requeue: bool = True
-
-
-class JobFate(str, Enum):
-    """What Slurm says of our job when something signals us."""
-
-    RUNNING = "running"
-    PREEMPTED = "preempted"  # in its grace time
-    REQUEUED = "requeued"  # by Slurm itself: node failure, preemption without grace, an administrator
-    CANCELLED = "cancelled"
-    TIME_LIMIT = "time_limit"
-    NODE_FAIL = "node_fail"  # ended for a failed node and not requeued
-    ENDED = "ended"  # its batch script ended, or was killed, though nobody cancelled it
-    TAKEN = "taken"  # preempted and not requeued (PreemptMode=CANCEL)
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
