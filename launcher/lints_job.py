@@ -171,7 +171,7 @@ def _by_qos(job: Job, partition: Partition, site: Site) -> Iterator[str]:
     if _may_override(job, partition, site, "OverPartQOS"):
         order = [known[job.cluster.qos]] if job.cluster.qos in known else []
     for q in [q for q in order if q.max_time is not None][:1]:
-        if job.limit is not None and job.limit is not None and job.limit.is_over(q.max_time):
+        if job.limit is not None and job.limit.is_over(q.max_time):
             allowed = format_time(q.max_time or 0)
             yield f"cluster.time={job.cluster.time}: QOS {q.name} allows at most {allowed}; ask for no more"
     wanted = _wanted(job)

@@ -7,7 +7,7 @@ library only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from .run.effective import effective_config
 from .run.files import read_json, read_lines
 from .run.layout import AttemptDir, RunDir
 from .run.manifest import InvalidCheckpointError, check_sizes, read_manifest
-from .state import RunState
+from .state import RunState, State
 from .status import duration
 from .summary import AttemptSummary, attempt_summary
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 # Events that a person looks for; the rest is in the files.
 _TOLD = ("trouble", "hung_at", "slow", "agent_lost", "bad_step", "packages_changed", "settings_changed",
          "checkpoint_skipped", "checkpoint_failed", "requeue_refused", "supervisor_failed", "profiled")  # fmt: skip
+_AT_WORK = (State.RUNNING, State.SUSPENDED)
 _MOST = 60  # lines of any list
 
 
@@ -34,12 +35,12 @@ class Goodput:
     """Where the time went, seconds."""
 
     wall: float  # from the first attempt's start to the last sign of life
-    steps: float  # in steps that count
+    steps: float | None  # in steps that count; None: nobody said how long they took
     redone: float  # in steps that were done again later, or whose result was lost
 
     @property
     def share(self) -> float | None:
-        return self.steps / self.wall if self.wall > 0 else None
+        return self.steps / self.wall if self.wall > 0 and self.steps is not None else None
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,17 @@ def goodput(run: RunDir, attempts: Sequence[AttemptSummary], found: Sequence[Pas
     if not found or not starts:
         return None
     ends = [a.ended for a in attempts if a.ended is not None] + [p.steps[-1][1] for p in found]
-    kept = sum(float(m["step_seconds"]) for m in views.metrics(run) if isinstance(m.get("step_seconds"), (int, float)))
-    every = sum(_seconds(run, p) for p in found)
-    return Goodput(max(ends) - min(starts), kept, max(0.0, every - kept))
+    wall = max(ends) - min(starts)
+    kept = _seconds(views.metrics(run))
+    if not kept:  # a script of the user's own need not say
+        return Goodput(wall, None, 0.0)
+    every = sum(sum(_seconds(read_lines(run.attempt(p.attempt).metrics(p.generation)))) for p in found)
+    return Goodput(wall, sum(kept), max(0.0, every - sum(kept)))
 
 
-def _seconds(run: RunDir, p: Pass) -> float:
-    lines = read_lines(run.attempt(p.attempt).metrics(p.generation))
-    return sum(float(m["step_seconds"]) for m in lines if isinstance(m.get("step_seconds"), (int, float)))
+def _seconds(lines: Iterable[Mapping[str, Any]]) -> list[float]:
+    """How long the steps took that say it."""
+    return [float(m["step_seconds"]) for m in lines if isinstance(m.get("step_seconds"), (int, float))]
 
 
 def summary(run: RunDir, state: RunState) -> str:
@@ -105,9 +109,12 @@ def summary(run: RunDir, state: RunState) -> str:
     all_passes: list[Pass] = problems.read("metrics", lambda: passes(run), [])
     spent: Goodput | None = problems.read("metrics", lambda: goodput(run, attempts, all_passes), None)
     lines = [f"# {run.path.name}", "", *_head(run, state, identity, config)]
-    lines += ["", "## Attempts", "", *_attempts(attempts, interruptions(all_passes))]
-    lines += ["", "## Time", "", *_time(spent, all_passes)]
-    lines += ["", "## Checkpoints", "", *_checkpoints(run)]
+    lines += ["", "## Attempts", "", *_attempts(attempts, interruptions(all_passes), state.state in _AT_WORK)]
+    is_own_script = bool(config.get("task", {}).get("cmd"))
+    lines += ["", "## Time", "", *_time(spent, all_passes, is_own_script)]
+    checkpoints = _checkpoints(run)
+    if checkpoints or not is_own_script:  # only the script knows its checkpoints
+        lines += ["", "## Checkpoints", "", *(checkpoints or ["none"])]
     told: list[str] = problems.read("events", lambda: _events(run), [])
     lines += ["", "## Events", "", *(told or ["none of note"])]
     if problems.lines:
@@ -129,13 +136,14 @@ def _head(run: RunDir, state: RunState, identity: dict[str, Any], config: dict[s
         ("stoker", str(identity.get("stoker_version", "?"))),
         ("code", f"commit {git.get('sha')}{' with changes' if git.get('dirty') else ''}" if git.get("sha") else "?"),
         ("size", f"{cluster.get('nodes', '?')} nodes x {cluster.get('procs_per_node', '?')} processes"),
-        ("steps", str(config.get("train", {}).get("steps", "?"))),
+        *([] if config.get("task", {}).get("cmd") else [("steps", str(config.get("train", {}).get("steps", "?")))]),
         ("command", str(identity.get("command", "?"))),
     ]
     return [f"- {name}: {value}" for name, value in rows]
 
 
-def _attempts(attempts: Sequence[AttemptSummary], costs: Sequence[Interruption]) -> list[str]:
+def _attempts(attempts: Sequence[AttemptSummary], costs: Sequence[Interruption], is_running: bool) -> list[str]:
+    """`is_running`: an attempt is at work, the newest."""
     if not attempts:
         return ["none"]
     rows = ["| # | started | lasted | job | nodes | steps | end | steps lost | to the next new step |",
@@ -146,16 +154,23 @@ def _attempts(attempts: Sequence[AttemptSummary], costs: Sequence[Interruption])
         waited = [c.seconds for c in mine if c.seconds is not None]
         lasted = "?" if a.started is None or a.ended is None else duration(a.ended - a.started)
         steps = "none" if a.first_step is None else f"{a.first_step}-{a.last_step}"
-        cells = [str(a.number), _when(a.started), lasted, a.job_id or "-", a.nodes or "-", steps, a.cause or "no word"]
+        end = a.cause or ("running" if is_running and a is attempts[-1] else "no word")
+        cells = [str(a.number), _when(a.started), lasted, a.job_id or "-", a.nodes or "-", steps, end]
         cells += [str(lost) if mine else "-", ", ".join(f"{s:.0f} s" for s in waited) or "-"]
         rows.append(f"| {' | '.join(c.replace('|', '/') for c in cells)} |")
     reasons = [f"- {a.number}: {' '.join(a.reason.split())}" for a in attempts if a.reason]
     return [*rows, *(["", *reasons] if reasons else [])]
 
 
-def _time(spent: Goodput | None, found: Sequence[Pass]) -> list[str]:
-    if spent is None or spent.share is None:
-        return ["no step yet"]
+def _time(spent: Goodput | None, found: Sequence[Pass], is_own_script: bool) -> list[str]:
+    if spent is None or spent.wall <= 0:
+        return ["no step yet, as far as the script tells" if is_own_script else "no step yet"]
+    if spent.steps is None or spent.share is None:
+        return [
+            "- goodput: not known; the metrics do not say how long steps take (step_seconds)",
+            f"- done again: {steps_lost(found)} steps",
+            f"- from the first start to the last sign of life: {duration(spent.wall)}",
+        ]
     rest = max(0.0, spent.wall - spent.steps - spent.redone)
     steps = len({step for p in found for step, _ in p.steps})
     return [
@@ -176,7 +191,7 @@ def _checkpoints(run: RunDir) -> list[str]:
         except (InvalidCheckpointError, OSError) as e:
             what = f"INVALID: {e}"
         lines.append(f"- {name}: {what}")
-    return lines or ["none"]
+    return lines
 
 
 def _events(run: RunDir) -> list[str]:

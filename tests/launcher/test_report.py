@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -13,12 +14,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for the module below
 
-from made_run import add_steps, end_attempt, finish, make_run, start_attempt
+from made_run import add_steps, add_text, end_attempt, finish, make_run, start_attempt
 from stoker.launcher import bundle, cli
+from stoker.launcher.report_text import summary
 from stoker.launcher.run.events import EventLog
 from stoker.launcher.run.files import create_json
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.outcome import Cause
+from stoker.launcher.state import RunState, State
 
 HEX = "f123456789abcdef0123456789abcdef01234567"  # as a W&B key
 
@@ -59,6 +62,44 @@ def test_the_story_tells_causes_and_costs(run: RunDir, capsys: pytest.CaptureFix
     assert "- done again: 3 steps, 1 s" in text
     assert "steps that count" in text
     assert "hung_at: rank=3, at=x.py:9 in read" in text
+
+
+def own_script(root: Path) -> RunDir:
+    run = make_run(root)
+    config = json.loads(run.config_json.read_text())
+    config["task"] |= {"cmd": ["python", "mine.py"]}
+    run.config_json.write_text(json.dumps(config))
+    return run
+
+
+def test_of_an_own_script_only_what_it_tells_is_told(tmp_path: Path) -> None:
+    run = own_script(tmp_path)
+    attempt = start_attempt(run)
+    working, over = RunState(State.RUNNING), RunState(State.UNKNOWN)
+    text = summary(run, working)
+    assert "## Time\n\nno step yet, as far as the script tells\n" in text
+    assert "- steps:" not in text  # train.steps is the built-in trainer's
+    assert "## Checkpoints" not in text
+    add_text(attempt, '{"step": 1, "time": 1700000001.0}\n{"step": 2, "time": 1700000002.0}\n')
+    text = summary(run, working)
+    assert "## Time\n\n- goodput: not known; the metrics do not say" in text
+    assert "- from the first start to the last sign of life: 2 s\n" in text
+    ends = [
+        line.split("|")[7].strip()
+        for text in (text, summary(run, over))
+        for line in text.splitlines()
+        if "| 1 |" in line
+    ]
+    assert ends == ["running", "no word"]
+    add_text(attempt, '{"step": 3, "time": 1700000004.0, "step_seconds": 2.0}\n')
+    assert "- goodput: 50.0% of 4 s went into 3 steps that count" in summary(run, working)
+
+
+def test_only_the_newest_attempt_runs(run: RunDir) -> None:
+    start_attempt(run)
+    start_attempt(run)
+    rows = [line.split("|") for line in summary(run, RunState(State.RUNNING)).splitlines() if line.startswith("| ")]
+    assert [row[7].strip() for row in rows[1:]] == ["node_failure", "finished", "no word", "running"]
 
 
 def test_a_bundle_holds_what_is_needed_and_says_so(
