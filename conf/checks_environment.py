@@ -85,6 +85,9 @@ def _words(config: Config) -> Iterator[Problem]:
     if cluster.local_dir is not None and not cluster.local_dir.startswith(("/", "$")):
         message = "expected an absolute path on the nodes; it may contain variables like $SLURM_JOB_ID"
         yield Problem("cluster.local_dir", cluster.local_dir, message)
+    elif cluster.local_dir is not None and ("$(" in cluster.local_dir or "`" in cluster.local_dir):
+        message = "no command is run for it; it may contain variables like $SLURM_JOB_ID"
+        yield Problem("cluster.local_dir", cluster.local_dir, message)
 
 
 def _staging(config: Config) -> Iterator[Problem]:

@@ -66,6 +66,7 @@ OURS: Mapping[str, str] = {option: f"use cluster.{field}" for option, field in T
     "array": "a run is one job; leave it out",
     "chdir": "the job runs in its run directory; use run_root",
     "clusters": "jobs are watched on one cluster; submit on the other one",
+    "cpus-per-gpu": "excludes the cpus-per-task that stoker sets; use cluster.cpus_per_task",
     "dependency": "use `stoker launch --after`: what a run waited for is no part of it when it goes on",
     "error": _OUR_LOGS,
     "export": "use cluster.env",

@@ -50,8 +50,12 @@ def _job_to_wait_for(text: str, must_succeed: bool, notes: list[str]) -> str | N
     except ValueError:
         return _job_of_run(find_run(text), text, must_succeed, notes)
     if not job_id.is_job or job_id.cluster is not None:
-        raise UserError(f"--after {text}: expected a job, a task of an array (12_3), or a run")
+        raise UserError(f"{_option(must_succeed)} {text}: expected a job, a task of an array (12_3), or a run")
     return _job_known_to_slurm(text, must_succeed, notes)
+
+
+def _option(must_succeed: bool) -> str:
+    return "--after-ok" if must_succeed else "--after"
 
 
 def _job_of_run(run: RunDir, text: str, must_succeed: bool, notes: list[str]) -> str | None:
@@ -59,7 +63,7 @@ def _job_of_run(run: RunDir, text: str, must_succeed: bool, notes: list[str]) ->
     found = submissions(run)
     state = look(run, queue_of([run]))
     if not found:
-        raise UserError(f"--after {text}: this run was never submitted")
+        raise UserError(f"{_option(must_succeed)} {text}: this run was never submitted")
     if state.is_over:
         _refuse_failure(text, must_succeed, state.exit_code == EXIT_FINISHED, state.state.value)
         notes.append(f"{text} is over ({state.state.value}); not waited for")
@@ -74,7 +78,9 @@ def _job_of_run(run: RunDir, text: str, must_succeed: bool, notes: list[str]) ->
     newest = [s for s in found if not (s.mode == "chain" and (s.job_id is None or s.is_cancelled))][-1:]
     job_id = newest[0].job_id if newest else None
     if job_id is None:
-        raise UserError(f"--after {text}: its job is not known ({state.state.value}); Slurm can wait for jobs only")
+        raise UserError(
+            f"{_option(must_succeed)} {text}: its job is not known ({state.state.value}); Slurm can wait for jobs only"
+        )
     if continues_by_chain:
         notes.append(
             f"{text} continues by a chain of jobs: {job_id}, the newest of them, is waited for; "
@@ -87,9 +93,11 @@ def _job_known_to_slurm(job_id: str, must_succeed: bool, notes: list[str]) -> st
     """Slurm itself takes any number, and starts at once (or never) what waits for a job that it has forgotten."""
     jobs = slurm.squeue([job_id])
     if jobs is None:
-        raise environment_error(f"--after {job_id}: Slurm does not answer")
+        raise environment_error(f"{_option(must_succeed)} {job_id}: Slurm does not answer")
     if not jobs:
-        raise UserError(f"--after {job_id}: Slurm knows no such job; if it ended long ago, leave this out")
+        raise UserError(
+            f"{_option(must_succeed)} {job_id}: Slurm knows no such job; if it ended long ago, leave this out"
+        )
     if not all(job.is_over for job in jobs):
         return job_id
     _refuse_failure(job_id, must_succeed, all(job.state == "COMPLETED" for job in jobs), jobs[0].state)
@@ -99,4 +107,4 @@ def _job_known_to_slurm(job_id: str, must_succeed: bool, notes: list[str]) -> st
 
 def _refuse_failure(text: str, must_succeed: bool, has_succeeded: bool, state: str) -> None:
     if must_succeed and not has_succeeded:
-        raise UserError(f"--after-ok {text}: it is over and did not succeed ({state}); nothing to wait for")
+        raise UserError(f"{_option(True)} {text}: it is over and did not succeed ({state}); nothing to wait for")

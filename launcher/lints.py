@@ -85,14 +85,15 @@ def _chosen(config: Config, site: Site, found: Findings) -> list[Partition]:
         if not default:
             found.errors.append(f"cluster.partition=null: this Slurm has no default partition; choose one of {shown}")
         return default
-    names = [name.strip() for name in wanted.split(",")]
+    names = [name.strip() for name in wanted.split(",") if name.strip()]  # an empty one conf.checks refuses
     unknown = [name for name in names if name not in known]
     if unknown:
         found.errors.append(
             f"cluster.partition={wanted}: there is no partition {', '.join(unknown)} here; known: {shown}"
         )
-    for name in names:
-        if name in known and known[name].state == "DOWN":
+    down = [name for name in names if name in known and known[name].state == "DOWN"]
+    if len(down) == len(names):  # else the job starts in another one
+        for name in down:
             found.warnings.append(f"cluster.partition={wanted}: partition {name} is down; jobs wait until it is up")
     return [known[name] for name in names if name in known]
 

@@ -7,6 +7,7 @@ import this module only after they have read their arguments.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,8 @@ def _further_problems(request: Request, found: ConfigError) -> list[Problem]:
         config = compose(rest, request.config_dir).config
     except ConfigError:
         return []
+    if any(field.partition(".")[0] == "task" for field in bad) and not config.task.cmd:
+        config.task.cmd = ["python"]  # a script of their own was meant: the trainer's rules do not matter
     return [p for p in check(config) if p.severity == "error" and p.field not in bad]
 
 
@@ -148,7 +151,10 @@ def _own_script(composed: Composed, cwd: Path, snapshot: code.Snapshot) -> task_
     if not config.task.cmd[0]:
         return task_words.Findings()
     is_here = config.container.runtime is ContainerRuntime.none
-    found = task_words.look(config.task.cmd, cwd, snapshot.cwd, snapshot.files.keys(), is_here)
+    cluster = config.cluster  # these may change the PATH
+    is_path_ours = is_here and not (cluster.modules or cluster.conda or cluster.setup or "PATH" in cluster.env)
+    which = shutil.which if is_path_ours else None
+    found = task_words.look(config.task.cmd, cwd, snapshot.cwd, snapshot.files.keys(), is_here, which)
     ignored = without_effect(composed.plain, compose(()).plain)
     if not ignored:
         return found

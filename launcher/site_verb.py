@@ -29,6 +29,10 @@ def main(argv: list[str]) -> int:
     p.add_argument("--srun", default="", metavar="OPTIONS", help="more options for the srun of --probe")
     p.add_argument("--json", action="store_true", help="everything as one line of JSON")
     arguments = p.parse_args(argv)
+    try:
+        options = shlex.split(arguments.srun)
+    except ValueError as e:
+        raise UserError(f"--srun {arguments.srun}: cannot be split into words ({e})") from e
     if arguments.write is not None:
         _refuse(arguments.write)
     if not slurm.is_available():
@@ -39,7 +43,7 @@ def main(argv: list[str]) -> int:
     here = site_probe.here()
     node = None
     if arguments.probe is not None:
-        node = site_probe.on_a_node(arguments.probe or None, shlex.split(arguments.srun))
+        node = site_probe.on_a_node(arguments.probe or None, options)
     if arguments.json:
         print(to_json(_plain(site, here, node)))
     elif arguments.write is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .run.bootstrap import local_parents, private_base
+from .run.bootstrap import LOCAL_DIR, local_parents, private_base
 from .run.files import read_json
 from .run.layout import RunDir
 from .task_ports import port_of
@@ -48,11 +48,17 @@ class Place:
             OSError: no room on the node.
         """
         errors: list[str] = []
-        for parent in local_parents(os.environ):
+        # The configured directory may be missing on one node: that costs no run, as it does not for our own trainer.
+        others = {name: value for name, value in os.environ.items() if name != LOCAL_DIR}
+        for parent in dict.fromkeys([*local_parents(os.environ), *local_parents(others)]):
             try:
-                return cls._below(private_base(parent), run)
+                place = cls._below(private_base(parent), run)
             except OSError as e:
                 errors.append(str(e))
+                continue
+            if errors:
+                print(f"stoker: going on below {parent} ({'; '.join(errors)})", file=sys.stderr, flush=True)
+            return place
         raise OSError("; ".join(errors))
 
     @classmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +46,21 @@ def script_position(cmd: Sequence[str]) -> int | None:
     return None
 
 
-def look(cmd: Sequence[str], cwd: Path, frozen_cwd: str | None, files: Collection[str], is_here: bool) -> Findings:
+def look(
+    cmd: Sequence[str],
+    cwd: Path,
+    frozen_cwd: str | None,
+    files: Collection[str],
+    is_here: bool,
+    which: Callable[[str], str | None] | None = None,
+) -> Findings:
     """What of the command will not be in the job.
 
     Args:
         frozen_cwd: the current directory's place in the archive; None if it is in no git project.
         files: names in the archive.
         is_here: programs and absolute paths are those of this machine, not of a container.
+        which: finds a program on the PATH that the job will have; None if that is not known here.
     """
     errors, warnings = [], []
     if frozen_cwd is None:
@@ -61,10 +69,17 @@ def look(cmd: Sequence[str], cwd: Path, frozen_cwd: str | None, files: Collectio
             " `git init` there, and files that git does not ignore are frozen with the run"
         )
     script = script_position(cmd)
+    if len(cmd) == 1 and len(cmd[0].split()) > 1 and not (cwd / cmd[0]).exists():
+        return Findings((f"task.cmd.0={cmd[0]}: one word with blanks in it; give its words without quotes around all",))
+    if which is not None and "/" not in cmd[0] and not is_python(cmd[0]) and which(cmd[0]) is None:
+        warnings.append(
+            f"task.cmd.0={cmd[0]}: no such program on the PATH here; if it is so on the nodes, nothing starts"
+        )
     for position, word in enumerate(cmd):
         field = f"task.cmd.{position}={word}"
         if position == script:
-            errors += _script_problems(field, word, cwd, frozen_cwd, files, is_here)
+            found = _script_problems(field, word, cwd, frozen_cwd, files, is_here)
+            errors += found or ([] if position or not is_here else _program_problems(field, cwd / word))
         elif position and frozen_cwd is not None and _is_left_behind(word, cwd, frozen_cwd, files):
             warnings.append(
                 f"{field}: is here, but the job runs in a copy of what git does not ignore; give its absolute path"
@@ -82,6 +97,12 @@ def _script_problems(
     if frozen_cwd is not None and not _is_frozen(word, frozen_cwd, files):
         return [f"{field}: is not frozen with the run: git ignores it, or it lies outside of the project around {cwd}"]
     return []
+
+
+def _program_problems(field: str, path: Path) -> list[str]:
+    if path.is_dir():
+        return [f"{field}: a directory; expected a program"]
+    return [] if os.access(path, os.X_OK) else [f"{field}: cannot be executed; `chmod +x` it, or name its interpreter"]
 
 
 def _is_left_behind(word: str, cwd: Path, frozen_cwd: str, files: Collection[str]) -> bool:

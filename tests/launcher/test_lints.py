@@ -176,6 +176,11 @@ def test_a_partition_that_is_down_makes_wait() -> None:
     site = replace(SITE, partitions=(replace(MAIN, state="DOWN"), SHORT, BIG))
     expected = ["cluster.partition=main: partition main is down; jobs wait until it is up"]
     assert problems(site, cluster=ClusterConfig(partition="main")) == ([], expected)
+    assert problems(site, cluster=ClusterConfig(partition="main,big")) == ([], [])
+
+
+def test_an_empty_name_in_a_list_of_partitions_is_left_to_the_rules_of_the_field() -> None:
+    assert errors(partition="main,") == []
 
 
 def test_no_default_partition_and_a_hidden_one_that_is_known_all_the_same() -> None:

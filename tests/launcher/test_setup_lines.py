@@ -28,6 +28,7 @@ def test_lines_that_cannot(lines: list[str], start: str) -> None:
     assert str(problem_with(lines)).startswith(start)
 
 
-def test_a_launch_with_such_lines_is_refused(overrides: list[str], fake_slurm: Any, capsys: Any) -> None:
+def test_a_launch_with_such_lines_is_refused(tokens: str, fake_slurm: Any, capsys: Any) -> None:
+    overrides = ["data=custom", f"data.sources.0.prefix={tokens}", "data.seq_len=64", "name=t"]
     assert cli.main(["launch", *overrides, "cluster.setup=[if true]", "--dry-run"]) == 2
     assert "cluster.setup.0: the lines are no shell text" in capsys.readouterr().err

@@ -32,6 +32,19 @@ def test_the_next_one_takes_away_what_a_dead_one_has_left(run: RunDir) -> None:
         assert not place.root.exists()
 
 
+def test_where_the_configured_directory_is_missing_another_one_serves(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("STOKER_LOCAL_DIR", str(tmp_path / "missing"))
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    place = Place.make(run)
+    assert tmp_path / "tmp" in place.root.parents
+    assert f"stoker: going on below {tmp_path}/tmp (" in capsys.readouterr().err
+    place.remove()
+
+
 def test_one_that_is_swept_before_it_holds_its_lock_is_made_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     swept = []
 

@@ -97,6 +97,30 @@ def test_what_the_job_will_not_have(tmp_path: Path) -> None:
     assert "is in no git project, so nothing of it is frozen" in warning
 
 
+def test_a_command_that_cannot_start(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "my tool").touch(0o755)
+
+    def found(*cmd: str, is_here: bool = True) -> tuple[Any, Any]:
+        said = look(cmd, tmp_path, "code/user", {"code/user/run.sh"}, is_here, {"sh": "/bin/sh"}.get)
+        return said.errors, said.warnings
+
+    (error,) = found("./run.sh")[0]
+    assert error == "task.cmd.0=./run.sh: cannot be executed; `chmod +x` it, or name its interpreter"
+    assert found("sh", "./run.sh") == found("python", "run.sh") == ((), ())
+    (tmp_path / "run.sh").chmod(0o755)
+    assert found("./run.sh") == ((), ())
+    assert found(str(tmp_path / "data"))[0] == (f"task.cmd.0={tmp_path}/data: a directory; expected a program",)
+    assert found(str(tmp_path / "data"), is_here=False)[0] == ()
+    (error,) = found("python train.py --lr 1")[0]
+    assert error.startswith("task.cmd.0=python train.py --lr 1: one word with blanks in it")
+    assert found("torchrunn", "x")[1] == (
+        "task.cmd.0=torchrunn: no such program on the PATH here; if it is so on the nodes, nothing starts",
+    )
+    assert look(["torchrunn"], tmp_path, "code/user", (), True).warnings == ()
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "project" / "exp"
@@ -137,6 +161,13 @@ def test_all_that_is_wrong_is_told_at_once(project: Path, tmp_path: Path, capsys
     ]
     assert "nearest: SIGUSR1" in lines[2] or "nearest: SIGUSR2" in lines[2]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("cmd", [["--", "python", "a\nb"], ['task.cmd=[python,"a']])
+def test_a_word_that_is_refused_is_one_error(cmd: list[str], project: Path, tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["launch", f"run_root={tmp_path}/runs", "cluster=local", *cmd]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stoker launch: error: task.cmd")
 
 
 def test_settings_of_the_trainer_are_said_to_have_no_effect(project: Path, tmp_path: Path, capsys: Any) -> None:
