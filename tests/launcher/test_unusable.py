@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -29,6 +28,13 @@ case "$(basename "$0") $*" in
     sbatch*) env > "$CALLS.env"; echo "Submitted batch job 8" ;;
 esac
 """
+# CODE: how the supervisor ends; LAST: how its aftermath does.
+PYTHON = """#!/bin/bash
+[ "$1" != -c ] || exit 0
+echo "$*" >> "$CALLS"
+case "$*" in *aftermath*) exit "${LAST:-75}" ;; esac
+exit "${CODE:-0}"
+"""
 
 
 class Node:
@@ -48,7 +54,7 @@ class Node:
             (self.bin / name).write_text(PROGRAM)
             (self.bin / name).chmod(0o755)
         self.python = self.bin / "python"
-        self.python.write_text('#!/bin/bash\n[ "$1" = -c ] || { echo "$*" >> "$CALLS"; exit "${CODE:-0}"; }\n')
+        self.python.write_text(PYTHON)
         self.python.chmod(0o755)
 
     def refuse(self, program: str, times: int) -> None:
@@ -219,9 +225,16 @@ def test_an_exit_trap_of_the_set_up_stays(node: Node) -> None:
     ("code", "says"), [(0, []), (1, []), (2, []), (75, []), (70, ["70"]), (137, ["137"]), (143, ["143"])]
 )
 def test_a_supervisor_that_could_not_say_its_last_word_has_it_said(node: Node, code: int, says: list[str]) -> None:
-    assert node.start(CODE=str(code))[0] == code
+    assert node.start(CODE=str(code))[0] == (75 if says else code)
     words = [c.split() for c in node.made]
     assert [w[-1] for w in words if "stoker.launcher.aftermath" in w] == says
+
+
+def test_where_even_that_breaks_down_another_node_is_tried(node: Node) -> None:
+    _, error = node.start(CODE="137", LAST="70")
+    assert node.asked() == ELSEWHERE, error
+    node.start(CODE="137", LAST="70", chain=True)
+    assert node.asked() == [], "the successor may be in the queue already"
 
 
 def test_the_last_word_is_given_by_a_child_of_the_batch_script(node: Node) -> None:
@@ -237,4 +250,3 @@ def test_a_supervisor_is_born_deaf_to_the_warning(node: Node) -> None:
     """From the fork on: a shell that resets a trap between fork and exec dies of a warning that comes then."""
     text = (node.run.path / "submit.sbatch", node.start())[0].read_text()
     assert text.index("trap '' USR1\n(") < text.index("child=$!") < text.index('kill -USR1 "$child"')
-    assert signal.SIGUSR1
