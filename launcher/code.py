@@ -216,9 +216,9 @@ def git_root(folder: Path) -> Path | None:
     return Path(top).resolve() if top else None
 
 
-def git_state(root: Path) -> dict[str, str | bool | None] | None:
+def git_state(root: Path, runs: Path | None = None) -> dict[str, str | bool | None] | None:
     """Commit, branch and whether the work tree differs from it; None without a git work tree. Never the remote: its
-    address may hold a password."""
+    address may hold a password. `runs`: where run directories lie; being there, they are no difference."""
     if git_root(root) is None:
         return None
     try:
@@ -226,7 +226,8 @@ def git_state(root: Path) -> dict[str, str | bool | None] | None:
     except subprocess.CalledProcessError:
         sha = ""  # no commit yet
     branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").strip() if sha else ""
-    dirty = bool(_git(root, "status", "--porcelain").strip())
+    changed = [line for line in _git(root, "status", "--porcelain", "-z").split("\0") if line]
+    dirty = not all(runs and line.startswith("??") and (root / line[3:]).is_relative_to(runs) for line in changed)
     return {"root": str(root), "sha": sha or None, "branch": branch or None, "dirty": dirty}
 
 

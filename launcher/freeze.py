@@ -155,7 +155,7 @@ def _identity(plan: Plan, packed: code.Packed, found: dict[str, str] | None) -> 
         "wandb_id": plan.run_id,
         "stoker_version": __version__,
         "package_fingerprint": packages.fingerprint(found) if found is not None else None,
-        "git": code.git_state(plan.snapshot.project or code.package_root()),
+        "git": code.git_state(plan.snapshot.project or code.package_root(), plan.directory.parent.resolve()),
         "seed": plan.seed,
         "command": shlex.join(plan.command),
         "code": {

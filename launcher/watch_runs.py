@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .cancel import learn_jobs
+from .errors import UserError
 from .find import DEFAULT_ROOT, check_readable, find_runs
 from .run.layout import RunDir
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
@@ -56,6 +58,9 @@ def main(argv: list[str]) -> int:
         text = f"default: {default:.0f}{least}"
         p.add_argument(f"--{name}", type=kind, default=default, metavar="SECONDS", help=text)
     arguments = p.parse_args(argv)
+    if not arguments.what and not Path(DEFAULT_ROOT).is_dir():
+        # From cron in another directory silence would pass for health.
+        raise UserError(f"no ./{DEFAULT_ROOT} in {Path.cwd()}; name the runs, or the directory of runs, to watch")
     limits = Limits(silence=arguments.silence, stalled=arguments.stalled, pending=arguments.pending)
     while True:
         lines = look_once(find_runs(arguments.what), limits, arguments.fix)

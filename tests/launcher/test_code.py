@@ -172,6 +172,21 @@ def test_git_state_has_no_remote(project: Path) -> None:
     assert "hunter2" not in str(state)
 
 
+def test_run_directories_make_no_work_tree_dirty(project: Path) -> None:
+    git(project, "add", "-A")
+    git(project, "-c", "user.name=me", "-c", "user.email=me@example.org", "commit", "-qm", "all")
+    write(project, {"runs/a-1/run.json": "{}"})
+
+    def is_dirty() -> object:
+        state = code.git_state(project, project.resolve() / "runs")
+        assert state is not None
+        return state["dirty"]
+
+    assert is_dirty() is False
+    write(project, {"new.py": ""})
+    assert is_dirty() is True
+
+
 def test_src_layout_is_put_on_the_path(project: Path) -> None:
     write(project, {"src/mine/__init__.py": ""})
     assert code.collect(project).pythonpath == ("code", "code/user", "code/user/src")

@@ -327,3 +327,11 @@ def test_a_directory_that_may_not_be_read_is_told_and_hides_no_other(
     out, err = capsys.readouterr()
     assert f"{locked}: cannot be read: [Errno 13] Permission denied" in err
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["r", "HELD"]]
+
+
+def test_a_directory_without_runs_is_not_taken_for_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["watch", "--once"]) != 0
+    assert "no ./runs in" in capsys.readouterr().err
