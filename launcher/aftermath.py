@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
         if job_id is None or not _may_begin(run, mine, fate):
             return code
         attempt = _begin(run, own, job_id, restarts)
+    elif (said := Outcome.seen(attempt)) is not None:
+        return said.exit_code  # it ended in order; a signal in that moment cost the shell its exit code
     elif attempt.outcome.exists() or attempt.number != run.all_attempts()[-1].number:
         return code
     config = effective_config(run, own.number)
