@@ -74,8 +74,12 @@ def _refuse(path: Path) -> None:
 
 def _write(path: Path, site: Site, partition: str | None, machine: Machine, is_quiet: bool) -> None:
     text = site_write.profile(site, site_write.choose(site, partition), machine, path.stem)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not create_exclusive(path, text):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = create_exclusive(path, text)
+    except OSError as e:
+        raise environment_error(f"--write {path}: cannot be written ({e.strerror or e}); take another directory") from e
+    if not is_new:
         raise UserError(f"--write {path}: exists already; take another name, or move it away")
     if not is_quiet:
         folder = shlex.quote(str(path.parent.parent))

@@ -167,6 +167,12 @@ def test_mounts(text: str, mount: Mount) -> None:
     assert parse_mount(text) == mount
 
 
+@pytest.mark.parametrize("text", ["/tmp/$(id -u)", "/tmp/`id`"])
+def test_a_node_local_directory_is_no_command(text: str) -> None:
+    (problem,) = found({}, {"local_dir": text})
+    assert problem.startswith(f"error: cluster.local_dir={text}: no command is run for it")
+
+
 def test_a_command_that_begins_with_no_program_is_warned_of(tmp_path: Path) -> None:
     def said(word: str, **cluster: Any) -> list[str]:
         container = ContainerConfig(ContainerRuntime.command, command=[word, "x"])

@@ -30,6 +30,7 @@ JUDGED = {
     ("mem-per-gpu", "80G"): "set by stoker; use cluster.mem_per_gpu",
     ("signal", "USR1"): "set by stoker; use resilience.warning",
     ("requeue", ""): "set by stoker; use resilience.continuation=requeue",
+    ("cpus-per-gpu", "4"): "set by stoker; excludes the cpus-per-task that stoker sets; use cluster.cpus_per_task",
     ("array", "0-3"): "set by stoker; a run is one job; leave it out",
     ("gpus-per-node", "8"): "set by stoker; use cluster.gpus_per_node=8",
     ("gpus-per-node", "h100:8"): "set by stoker; use cluster.gpus_per_node=8 cluster.gpu_type=h100",

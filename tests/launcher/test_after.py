@@ -119,6 +119,7 @@ def test_what_is_over_is_not_waited_for(make_run: Callable[..., RunDir]) -> None
         ([], ["10"], r"--after-ok 10: it is over and did not succeed \(FAILED\); nothing to wait for"),
         ([], ["broken"], r"--after-ok broken: it is over and did not succeed \(FAILED\); nothing to wait for"),
         (["frozen"], [], "--after frozen: this run was never submitted"),
+        ([], ["frozen"], "--after-ok frozen: this run was never submitted"),
         (["lost"], [], r"--after lost: its job is not known \(UNKNOWN\); Slurm can wait for jobs only"),
         (["7.0"], [], r"--after 7.0: expected a job, a task of an array \(12_3\), or a run"),
         (["nope"], [], "nope: no run directory"),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from stoker.conf.checks import check
 from stoker.conf.compose import compose
-from stoker.launcher import cli, site, site_cache, site_probe, site_report, site_write
+from stoker.launcher import cli, site, site_cache, site_probe, site_report, site_verb, site_write
+from stoker.launcher.errors import UserError
 from stoker.launcher.site import Accounting, Association, Hardware, Inventory, Partition, Qos, Site
 
 NODES = """NodeName=gpu01 Arch=x86_64 CoresPerSocket=48
@@ -311,6 +312,19 @@ def test_a_profile_that_would_not_be_found_is_refused_before_anything(
 ) -> None:
     assert cli.main(["site", "--write", str(tmp_path / file)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_that_are_no_words_are_named(fake_slurm: Any, capsys: Any) -> None:
+    assert cli.main(["site", "--probe", '--srun="']) == 2
+    assert capsys.readouterr().err.startswith('stoker site: error: --srun ": cannot be split into words (')
+
+
+def test_a_profile_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "no-folder").touch()
+    path = tmp_path / "no-folder" / "cluster" / "mine.yaml"
+    site = Site({}, (Partition("gpu", True),), {}, Inventory((LARGE, PLAIN), None, False))
+    with pytest.raises(UserError, match=rf"--write {path}: cannot be written \(Not a directory\)"):
+        site_verb._write(path, site, None, site_probe.here(), is_quiet=True)
 
 
 def test_no_slurm(fake_slurm: Any, capsys: Any) -> None:
