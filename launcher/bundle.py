@@ -145,10 +145,15 @@ def _sorted(directory: Path, pattern: str) -> list[Path]:
     return sorted(p for p in directory.glob(pattern) if not p.name.startswith("."))
 
 
-def listing(run: RunDir) -> str:
-    """Every file of the run directory: bytes, time of the last change, name."""
+def listing(run: RunDir, notes: list[str]) -> str:
+    """Every file of the run directory: bytes, time of the last change, name. Directories that cannot be read are added
+    to the notes."""
     lines: list[str] = []
-    for size, changed, name in _walk(run.path):
+
+    def unread(e: OSError) -> None:
+        notes.append(f"run/{os.path.relpath(e.filename, run.path)}/: {e.strerror or e}")
+
+    for size, changed, name in _walk(run.path, unread):
         if len(lines) >= LISTED:
             lines.append("...")
             break
@@ -156,8 +161,8 @@ def listing(run: RunDir) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _walk(top: Path) -> Iterator[tuple[int, float, str]]:
-    for directory, folders, files in os.walk(top):
+def _walk(top: Path, unread: Callable[[OSError], None]) -> Iterator[tuple[int, float, str]]:
+    for directory, folders, files in os.walk(top, onerror=unread):
         folders.sort()
         for name in sorted(files):
             path = Path(directory, name)

@@ -7,7 +7,9 @@ help has no use for.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 
 from .. import __version__
@@ -54,15 +56,14 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `stoker` command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_missing()
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        return EXIT_FINISHED if arguments else EXIT_USAGE
+        return _finish("stoker", EXIT_FINISHED if arguments else EXIT_USAGE, usage())
     if arguments[0] == "--version":
-        print(f"stoker {__version__}")
-        return EXIT_FINISHED
+        return _finish("stoker", EXIT_FINISHED, f"stoker {__version__}")
     verb, *rest = arguments
     if verb not in VERBS:
         return _fail("stoker", _unknown(verb), EXIT_USAGE)
@@ -74,17 +75,49 @@ def _call(verb: str, arguments: list[str], debug: bool) -> int:
     try:
         module = importlib.import_module(f".{VERBS[verb][0]}", __package__)
         code: int = module.main(arguments)
-        return code
+        return _finish(command, code)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
-        sys.stdout = None
-        return EXIT_FINISHED
+        return _finish(command, EXIT_FINISHED)
+    except SystemExit as e:  # argparse's, after its help or an error
+        code = e.code if isinstance(e.code, int) else EXIT_FAILED
+        if _finish(command, code) != code:
+            return EXIT_FAILED
+        raise
     except Exception as e:
         if debug:
             raise
-        return _explain(command, e)
+        code = _explain(command, e)
+        if isinstance(e, OSError):
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                return code
+            sys.stdout = None  # it is what could not be written
+        return code
+
+
+def _open_missing() -> None:
+    """`>&-` leaves None, to which nobody can write or flush; and the next file that is opened would get its number."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_WRONLY)
+            if fd != number:
+                os.dup2(fd, number)
+                os.close(fd)
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 (lives as long as we)
+
+
+def _finish(command: str, code: int, text: str = "") -> int:
+    """The exit code, once what was printed is written; Python would tell at its exit, and strangely, that it is not."""
+    try:
+        print(text, end="\n" if text else "", flush=True)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader (`| head`) has seen enough; no further flush
+    except OSError as e:
+        sys.stdout = None
+        return _fail(command, f"standard output: {e}", EXIT_FAILED)
+    return code
 
 
 def _explain(command: str, e: Exception) -> int:

@@ -10,7 +10,7 @@ import sys
 import threading
 
 from . import local
-from .launch import print_warnings, show
+from .launch import print_warnings, show, tell
 from .options import parse, parser, request
 from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
             "use salloc first, `stoker launch`, or cluster=local"
         )
     run = freeze(prepared.plan, os.environ)
-    print(f"run directory: {run.path}", flush=True)
+    tell(f"run directory: {run.path}")
     return work(run, job_id)
 
 
@@ -66,9 +66,18 @@ class _shown:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join(timeout=10.0)
-        self._out.poll(with_torn=True)
-        sys.stdout.flush()
+        self._poll(with_torn=True)
 
     def _follow(self) -> None:
-        while not self._is_over.wait(0.3):
-            self._out.poll()
+        while not self._is_over.wait(0.3) and self._poll():
+            pass
+
+    def _poll(self, with_torn: bool = False) -> bool:
+        """False once nobody reads any more (`| head`), or there is no room: the run goes on, its logs are files."""
+        try:
+            self._out.poll(with_torn)
+            sys.stdout.flush()
+        except (OSError, ValueError):  # ValueError: closed meanwhile
+            tell("")  # gives a broken output up
+            return False
+        return True

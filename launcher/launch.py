@@ -57,9 +57,9 @@ def main(argv: list[str]) -> int:
         return EXIT_FINISHED
     root_is_new = not prepared.plan.directory.parent.exists()
     run = freeze(prepared.plan, os.environ)
-    print(f"run directory: {run.path}")
+    tell(f"run directory: {run.path}")
     if arguments.no_submit:
-        print(f"to start it:   {_start_line(run, is_local, options)}")
+        tell(f"to start it:   {_start_line(run, is_local, options)}")
         return EXIT_FINISHED
     if is_local:
         start_here(new_submission(run, "local"))
@@ -68,8 +68,19 @@ def main(argv: list[str]) -> int:
     if arguments.wait or arguments.follow:
         return wait(run, arguments.follow)
     for verb in ("status", "logs -f", "cancel"):
-        print(f"next:          stoker {verb} {shlex.quote(str(run.path))}")
+        tell(f"next:          stoker {verb} {shlex.quote(str(run.path))}")
     return EXIT_FINISHED
+
+
+def tell(text: str) -> None:
+    """Print what must not decide whether a run starts: there may be a full disk, or nobody, behind standard output."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (lives as long as we)
+    except OSError as e:
+        print(f"stoker: warning: standard output: {e}; what is told goes here\n{text}", file=sys.stderr)
+        sys.stdout = sys.stderr
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
@@ -106,7 +117,7 @@ def _start_line(run: RunDir, is_local: bool, options: Sequence[str]) -> str:
 
 def start_here(submission: Submission) -> None:
     process = start_detached(submission)
-    print(f"in background: process {process.pid}, output in {local_log(submission.run)}")
+    tell(f"in background: process {process.pid}, output in {local_log(submission.run)}")
 
 
 def submit_frozen(run: RunDir, submission: Submission) -> None:
@@ -127,8 +138,8 @@ def submit_frozen(run: RunDir, submission: Submission) -> None:
         raise SubmissionError(f"{e}\n{hint}", may_be_queued=True) from e
     for finding in findings(run, effective_config(run)).values():
         until = time.strftime("%m-%d %H:%M", time.localtime(finding.until))
-        print(f"bad node:      {finding.node} until {until}: {finding.reason}")
-    print(f"job:           {job.job_id}")
+        tell(f"bad node:      {finding.node} until {until}: {finding.reason}")
+    tell(f"job:           {job.job_id}")
 
 
 def _submit_new(run: RunDir, root_is_new: bool, options: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ def pack(run: RunDir, target: Path, with_code: bool, is_anonymous: bool) -> None
     if state.state in (State.RUNNING, State.SUSPENDED):
         made.try_add("stacks.txt", lambda: _stacks(run))
     b.collect_files(made)
-    made.try_add("files.txt", lambda: b.listing(run))
+    made.try_add("files.txt", lambda: b.listing(run, made.notes))
     if with_code:
         try:
             made.blobs["code.tar.gz"] = run.code.read_bytes()

@@ -6,6 +6,8 @@ library only.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,8 +117,13 @@ def summary(run: RunDir, state: RunState) -> str:
     checkpoints = _checkpoints(run)
     if checkpoints or not is_own_script:  # only the script knows its checkpoints
         lines += ["", "## Checkpoints", "", *(checkpoints or ["none"])]
-    told: list[str] = problems.read("events", lambda: _events(run), [])
-    lines += ["", "## Events", "", *(told or ["none of note"])]
+    told: list[str] = []
+    before = len(problems.lines)
+    for attempt in run.all_attempts():
+        told += problems.read(f"events of attempt {attempt.number}", partial(_events, attempt), [])
+    left_out = [f"- ({len(told) - _MOST} more before these)"] if len(told) > _MOST else []
+    none = "none of note" if len(problems.lines) == before else "none of note in what could be read; see below"
+    lines += ["", "## Events", "", *([*left_out, *told[-_MOST:]] or [none])]
     if problems.lines:
         lines += ["", "## Could not be read", "", *(f"- {line}" for line in problems.lines)]
     return "\n".join(lines) + "\n"
@@ -194,15 +201,16 @@ def _checkpoints(run: RunDir) -> list[str]:
     return lines
 
 
-def _events(run: RunDir) -> list[str]:
+def _events(attempt: AttemptDir) -> list[str]:
     hidden = ("time", "writer", "attempt", "event", "traceback")
+    with contextlib.suppress(FileNotFoundError):
+        os.scandir(attempt.path / "events").close()  # one that may not be read seems empty to a search for files
     lines = []
-    for e in views.events(run):
+    for e in views.attempt_events(attempt):
         if e.get("event") in _TOLD:
             fields = ", ".join(f"{k}={v}" for k, v in e.items() if k not in hidden and v not in (None, ""))
             lines.append(f"- {_when(e.get('time'))} attempt {e.get('attempt')}, {e['event']}: {fields[:300]}")
-    left_out = [f"- ({len(lines) - _MOST} more before these)"] if len(lines) > _MOST else []
-    return left_out + lines[-_MOST:]
+    return lines
 
 
 def _when(seconds: object) -> str:

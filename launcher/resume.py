@@ -18,7 +18,7 @@ from typing import Any
 from .cancel import learn_jobs, live_jobs, local_processes, poll
 from .errors import UserError, environment_error
 from .find import find_run
-from .launch import start_here, submit_frozen, wait
+from .launch import start_here, submit_frozen, tell, wait
 from .process import ProcessId
 from .run.effective import config_path, effective_config, script_path
 from .run.files import create_exclusive, create_json, read_json
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     resume(run, overrides)
     if arguments.wait or arguments.follow:
         return wait(run, arguments.follow)
-    print(f"next:          stoker status {shlex.quote(str(run.path))}")
+    tell(f"next:          stoker status {shlex.quote(str(run.path))}")
     return EXIT_FINISHED
 
 
@@ -81,7 +81,7 @@ def resume(run: RunDir, overrides: Sequence[str], by: str | None = None, number:
     if script is not None:
         create_json(config_path(run, submission.number), changed)
         create_exclusive(script_path(run, submission.number), script, mode=0o755)
-    print(f"run directory: {run.path}")
+    tell(f"run directory: {run.path}")
     if is_local:
         start_here(submission)
     else:
@@ -125,7 +125,7 @@ def refuse_if_alive(run: RunDir) -> None:
     state = look(run, queue_of([run]))
     if state.is_over and (ending := live_jobs(found)):
         # Its last word is spoken; Slurm is still clearing up after it.
-        print(f"waiting for job {', '.join(s.job_id or '?' for s in ending)} to leave the queue", flush=True)
+        tell(f"waiting for job {', '.join(s.job_id or '?' for s in ending)} to leave the queue")
         poll(lambda: not live_jobs(ending), CLEARING)
     live = [f"job {s.job_id}" for s in live_jobs(found)]
     live += [f"process {p.pid} on {p.host}" for p in local_processes(found) if p.is_alive() is not False]

@@ -89,6 +89,24 @@ def test_closed_pipe_is_silent(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("--help >&-", 0, ""),
+        ("watch --once . >&-", 0, ""),
+        ("status . >&-", 0, ""),
+        ("status . >&- 2>&-", 0, ""),
+        ("--help >/dev/full", 1, "stoker: error: [Errno 28] No space left on device\n"),
+        ("watch --help >/dev/full", 1, "stoker watch: error: [Errno 28] No space left on device\n"),
+        ("status . >/dev/full", 1, "stoker status: error: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_output_that_is_closed_or_full_is_no_defect(line: str, code: int, said: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m stoker.launcher.cli {line}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr.replace("standard output: ", "")) == (code, said)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["status", "."]])
 def test_quick_verbs_import_the_standard_library_only(arguments: list[str], tmp_path: Path) -> None:
     code = (

@@ -144,6 +144,20 @@ def test_submission_is_recorded(overrides: list[str], tmp_path: Path, fake_slurm
     assert f"job:           4711\nnext:          stoker status {run}\n" in capsys.readouterr().out
 
 
+def test_a_full_standard_output_does_not_keep_a_run_from_being_submitted(
+    overrides: list[str], tmp_path: Path, fake_slurm: Any
+) -> None:
+    fake_slurm.program("sbatch", "echo 42")
+    command = [sys.executable, "-m", "stoker.launcher.cli", "launch", *overrides]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(fake_slurm.calls("sbatch")) == 1
+    assert json.loads((launched(tmp_path) / "submissions" / "0001.job.json").read_text())["job_id"] == "42"
+    assert "standard output: [Errno 28]" in done.stderr
+    assert "job:           42" in done.stderr
+
+
 def test_refused_by_slurm_leaves_nothing(overrides: list[str], tmp_path: Path, fake_slurm: Any, capsys: Any) -> None:
     accepting(fake_slurm, "echo 'sbatch: error: Invalid account' >&2; exit 1")
     assert cli.main(["launch", *overrides]) == 1

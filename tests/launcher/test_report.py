@@ -190,6 +190,30 @@ def test_a_damaged_run_is_packed_as_far_as_it_goes(tmp_path: Path, run: RunDir) 
     assert report(run) == 0
 
 
+def test_events_that_cannot_be_read_are_not_told_as_none(
+    tmp_path: Path, run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = run.attempt(1).path / "events"
+    scandir = os.scandir
+
+    def refuse(path: Any = ".") -> Any:
+        if os.fspath(path) == str(locked):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # the tests may run as root, whom no mode keeps out
+    EventLog(run.attempt(2).events("n2"), "n2", 2).write("ready")
+    assert report(run) == 0
+    story = capsys.readouterr().out
+    assert "\nnone of note in what could be read; see below\n" in story
+    assert f"- events of attempt 1: [Errno 13] Permission denied: '{locked}'\n" in story
+    EventLog(run.attempt(2).events("n2"), "n2", 2).write("hung_at", rank=3)
+    assert report(run, "--bundle", str(tmp_path / "b.tar.gz")) == 0
+    found = packed(tmp_path / "b.tar.gz")
+    assert "attempt 2, hung_at: rank=3" in found["summary.md"]
+    assert "run/attempts/0001/events/: Permission denied" in found["CONTENTS.txt"]
+
+
 def test_a_name_and_a_home_are_masked_when_asked(tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/jdoe")
     monkeypatch.setattr("getpass.getuser", lambda: "jdoe")
