@@ -7,6 +7,7 @@ import this module only after they have read their arguments.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..conf.schema import ClusterKind, Config, ContainerRuntime
 from . import code, lints, setup_lines, slurm, stage, task_words
 from .errors import UserError
 from .freeze import Plan, new_id
+from .redact import Redactor
 from .render import render, script_of
 
 
@@ -142,7 +144,26 @@ def problems_of(config: Config, needs_slurm: bool) -> tuple[list[str], list[str]
             live = lints.Findings([str(e)])
         errors += live.errors
         warnings += live.warnings
+    if not errors:
+        warnings += _secrets_written_out(config)
     return list(dict.fromkeys(errors)), list(dict.fromkeys(warnings))
+
+
+def _secrets_written_out(config: Config) -> list[str]:
+    """Warnings about what looks like a secret by its form or by what stands before it; its text is not repeated."""
+    texts = {f"cluster.env.{name}": value for name, value in config.cluster.env.items()}
+    texts |= {f"cluster.setup[{at}]": line for at, line in enumerate(config.cluster.setup)}
+    texts["task.cmd"] = " ".join(word if word.startswith("-") else shlex.quote(word) for word in config.task.cmd)
+    found = []
+    for field, text in texts.items():
+        redactor = Redactor({})
+        redactor.learn(text)
+        if redactor.count:
+            found.append(
+                f"{field}: holds what looks like a key or password, and is written into the run directory and the "
+                "script; export it before `stoker launch` instead (the job inherits your environment), or read a file"
+            )
+    return found
 
 
 def _own_script(composed: Composed, cwd: Path, snapshot: code.Snapshot) -> task_words.Findings:

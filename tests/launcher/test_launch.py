@@ -112,6 +112,30 @@ def test_secret_in_a_set_up_line_is_refused_without_showing_it(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("+cluster.env.PROXY='http://me:S3CR3T@proxy.example:3128'", "cluster.env.PROXY"),
+        ("cluster.setup=['true', 'curl -H \\'Authorization: Bearer S3CR3T\\' https://x.example']", "cluster.setup[1]"),
+        ("task.cmd=[/bin/true, --api-key, S3CR3T]", "task.cmd"),
+        ("task.cmd=[/bin/true, '--password=S3CR3T']", "task.cmd"),
+    ],
+)
+def test_what_looks_like_a_secret_is_warned_of_without_showing_it(
+    override: str, field: str, overrides: list[str], fake_slurm: Any, capsys: Any
+) -> None:
+    assert cli.main(["launch", "--no-submit", *overrides, override]) == 0
+    err = capsys.readouterr().err
+    assert f"stoker: warning: {field}: holds what looks like a key or password" in err
+    assert "S3CR3T" not in err
+
+
+def test_harmless_words_are_not_warned_of(overrides: list[str], fake_slurm: Any, capsys: Any) -> None:
+    more = ["+cluster.env.HTTP_PROXY='http://proxy.example:3128'", "cluster.setup=['export HF_TOKEN=$(cat f)']"]
+    assert cli.main(["launch", "--no-submit", *overrides, *more, "task.cmd=[/bin/true, --max-tokens, '2048']"]) == 0
+    assert "looks like a key" not in capsys.readouterr().err
+
+
 def test_no_slurm(overrides: list[str], tmp_path: Path, fake_slurm: Any, capsys: Any) -> None:
     assert cli.main(["launch", *overrides]) == 1
     expected = "stoker launch: error: no Slurm here (sbatch not found): use cluster=local, or run this where"
