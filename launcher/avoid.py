@@ -45,3 +45,9 @@ def exclusion(run: RunDir, config: Mapping[str, Any]) -> str:
     """The whole list of nodes to exclude, as sbatch takes it; empty if there is nothing to exclude."""
     own = config["cluster"].get("exclude")
     return ",".join([*([own] if own else []), *avoided(run, config)])
+
+
+def options(run: RunDir, config: Mapping[str, Any]) -> list[str]:
+    """sbatch's for the next submission: none where no bad node is known, the script has the configuration's own."""
+    wanted = exclusion(run, config) if findings(run, config) else ""
+    return [f"--exclude={wanted}"] if wanted else []

@@ -15,8 +15,7 @@ from typing import Any
 
 from submitit.core import core, utils
 
-from . import slurm
-from .avoid import exclusion, findings
+from . import avoid, slurm
 from .process import ProcessId
 from .run.effective import effective_config, effective_script
 from .run.layout import RunDir, open_run
@@ -137,14 +136,12 @@ class StokerExecutor(core.Executor):
 
     def _submit(self, frozen: FrozenRun) -> StokerJob:
         run = open_run(frozen.path)
-        submission = frozen.submission or intend(run)
+        submission = frozen.submission or intend(run, options=avoid.options(run, effective_config(run)))
         config = effective_config(run, submission.number)
         script = effective_script(run, submission.number)
         intention = submission.intention
         others = frozenset(s.job_id for s in submissions(run) if s.job_id and s != submission)
         options = tuple(map(str, intention.get("options", ())))
-        exclude = exclusion(run, config) if findings(run, config) else ""
-        options += (f"--exclude={exclude}",) if exclude else ()
         own_comment = config["cluster"].get("comment")
         request = Request(script, str(intention["token"]), own_comment, others, options)
         accepted = submit_script(request)

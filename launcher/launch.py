@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .avoid import findings
+from .avoid import options as bad_nodes
 from .errors import UserError
 from .local import local_log, start_detached
 from .options import parse, parser, request
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--wait", action="store_true", help="wait for the run's end and exit with its exit code")
     p.add_argument("--follow", action="store_true", help="the same, and show the logs meanwhile")
     arguments = parse(p, argv)
+    from ..conf.load import to_plain
     from ..conf.schema import ClusterKind
     from .freeze import freeze
     from .prepare import prepare
@@ -52,6 +54,8 @@ def main(argv: list[str]) -> int:
     print_warnings(prepared.warnings)
     is_local = prepared.config.cluster.kind is ClusterKind.local
     options = _dependency(arguments, is_local)
+    if not is_local:
+        options += bad_nodes(RunDir(prepared.plan.directory), to_plain(prepared.config))
     if arguments.dry_run:
         show(prepared, options)
         return EXIT_FINISHED

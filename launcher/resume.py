@@ -15,6 +15,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from . import avoid
 from .cancel import learn_jobs, live_jobs, local_processes, poll
 from .errors import UserError, environment_error
 from .find import find_run
@@ -73,7 +74,8 @@ def resume(run: RunDir, overrides: Sequence[str], by: str | None = None, number:
     script = _script(run, changed) if overrides else None  # before anything is written: it finds problems
     is_local = changed["cluster"]["kind"] == "local"
     fields: dict[str, Any] = {"by": by} if by else {}
-    fields |= {"options": _begin_at_once(changed, overrides)}
+    options = _begin_at_once(changed, overrides)
+    fields |= {"options": options if is_local else [*options, *avoid.options(run, changed)]}
     try:
         submission = new_submission(run, "local", number, **fields) if is_local else _intend(run, number, fields)
     except TakenError as e:

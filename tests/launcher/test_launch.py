@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stoker.conf.load import load
 from stoker.launcher import cli, code, freeze
+from stoker.launcher.run import badnodes
 
 NAME = re.compile(r"t-\d{6}-\d{6}-[a-z2-9]{4}")
 
@@ -180,6 +182,29 @@ def test_a_full_standard_output_does_not_keep_a_run_from_being_submitted(
     assert json.loads((launched(tmp_path) / "submissions" / "0001.job.json").read_text())["job_id"] == "42"
     assert "standard output: [Errno 28]" in done.stderr
     assert "job:           42" in done.stderr
+
+
+def test_bad_nodes_are_excluded_and_that_is_shown_and_recorded(
+    overrides: list[str], tmp_path: Path, fake_slurm: Any, capsys: Any
+) -> None:
+    fake_slurm.program("sbatch", "echo 41")
+    fake_slurm.program(
+        "scontrol", 'case "$*" in *partition) echo "PartitionName=main Default=YES State=UP TotalNodes=4";; esac'
+    )
+    (tmp_path / "runs").mkdir()
+    now = time.time()
+    badnodes.note(
+        tmp_path / "runs" / ".bad-nodes", badnodes.Finding("n3", "it hung", "hang", "another", 1, now, now + 3600.0)
+    )
+    assert cli.main(["launch", "--dry-run", *overrides, "cluster.exclude=n9"]) == 0
+    assert "# to sbatch, for this submission alone: --exclude=n9,n3\n" in capsys.readouterr().out
+    directory = tmp_path / "runs" / "r"
+    assert cli.main(["launch", *overrides, "cluster.exclude=n9", f"--run-dir={directory}"]) == 0
+    assert json.loads((directory / "submissions/0001.json").read_text())["options"] == ["--exclude=n9,n3"]
+    assert " --exclude=n9,n3 " in fake_slurm.calls("sbatch")[-1]
+    assert "#SBATCH --exclude=n9\n" in (directory / "submit.sbatch").read_text()
+    assert cli.main(["launch", "--no-submit", *overrides, f"--run-dir={tmp_path}/runs/s"]) == 0
+    assert f"to start it:   sbatch --exclude=n3 {tmp_path}/runs/s/submit.sbatch\n" in capsys.readouterr().out
 
 
 def test_refused_by_slurm_leaves_nothing(overrides: list[str], tmp_path: Path, fake_slurm: Any, capsys: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from stoker.launcher import cli, resume
 from stoker.launcher.errors import UserError
 from stoker.launcher.process import ProcessId, start_ticks
+from stoker.launcher.run import badnodes
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.effective import effective_config, effective_script
 from stoker.launcher.run.layout import CheckpointName, RunDir
@@ -62,6 +64,16 @@ def test_resume_submits_the_same_script_again(run: RunDir, fake_slurm: Any, caps
     assert [s.job_id for s in submissions(run)] == ["7", "8"]
     assert fake_slurm.calls("sbatch")[0].endswith(f" {run.path}/submit.sbatch")
     assert capsys.readouterr().out.startswith(f"run directory: {run.path}\njob:           8\n")
+
+
+def test_bad_nodes_of_a_resume_are_recorded(run: RunDir, fake_slurm: Any) -> None:
+    now = time.time()
+    badnodes.note(
+        badnodes.directory_of(run), badnodes.Finding("n3", "it hung", "hang", "another", 1, now, now + 3600.0)
+    )
+    assert cli.main(["resume", str(run.path)]) == 0
+    assert submissions(run)[-1].intention["options"] == ["--exclude=n3"]
+    assert " --exclude=n3 " in fake_slurm.calls("sbatch")[-1]
 
 
 def test_changes_are_kept_beside_the_submission_and_hold_on(run: RunDir, fake_slurm: Any) -> None:
