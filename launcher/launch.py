@@ -7,6 +7,7 @@ prepare.py's, freeze.py's and executor.py's; they are imported after the argumen
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -88,8 +89,9 @@ def tell(text: str) -> None:
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    for line in warnings:
-        print(f"stoker: warning: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody there: as in `tell`
+        for line in warnings:
+            print(f"stoker: warning: {line}", file=sys.stderr)
 
 
 def _dependency(arguments: argparse.Namespace, is_local: bool) -> list[str]:

@@ -207,6 +207,18 @@ def test_bad_nodes_are_excluded_and_that_is_shown_and_recorded(
     assert f"to start it:   sbatch --exclude=n3 {tmp_path}/runs/s/submit.sbatch\n" in capsys.readouterr().out
 
 
+def test_a_reader_who_left_does_not_keep_a_run_from_being_submitted(
+    overrides: list[str], tmp_path: Path, fake_slurm: Any
+) -> None:
+    fake_slurm.program("sbatch", "echo 42")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "stoker.launcher.cli", "launch", *overrides, "plugins=[not_there]"]
+    assert subprocess.run(command, stdout=write, stderr=write, check=False).returncode == 0
+    os.close(write)
+    assert (launched(tmp_path) / "submissions" / "0001.job.json").exists()
+
+
 def test_refused_by_slurm_leaves_nothing(overrides: list[str], tmp_path: Path, fake_slurm: Any, capsys: Any) -> None:
     accepting(fake_slurm, "echo 'sbatch: error: Invalid account' >&2; exit 1")
     assert cli.main(["launch", *overrides]) == 1
