@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..conf.checks_cluster import CHECK_INTERVAL
-from ..conf.schema import Config, ContainerRuntime
+from ..conf.schema import Config, ContainerRuntime, Continuation
 from ..conf.slurm_time import format_time
 from . import lints_preemption, site_ask, slurm
 from .errors import environment_error
@@ -72,6 +72,7 @@ def lint(config: Config, site: Site, which: Callable[[str], str | None] = shutil
     _accounts(config, chosen, site, found)
     found.warnings.extend(lints_preemption.warnings(config, chosen, site))
     _container(config, site, which, found)
+    _probed(config, chosen, site, found)
     return found
 
 
@@ -209,6 +210,35 @@ def _container(config: Config, site: Site, which: Callable[[str], str | None], f
             "container.runtime=apptainer: neither apptainer nor singularity is on the PATH here; if it is so on the "
             "nodes, too, name their module in cluster.modules (`stoker site --probe` looks on a node)"
         )
+
+
+# On the node of the supervisor, and what is not to be had without it.
+_NEEDED = {
+    Continuation.requeue: ("scontrol", "ask to be requeued"),
+    Continuation.chain: ("sbatch", "submit its successor"),
+}
+
+
+def _probed(config: Config, chosen: Sequence[Partition], site: Site, found: Findings) -> None:
+    """What `stoker site --probe` did not see on the nodes."""
+    way, runtime = config.resilience.continuation, config.container.runtime
+    for partition in chosen:
+        seen = site.probes.get(partition.name)
+        if seen is None:
+            continue
+        where = f"{seen.host} of partition {partition.name}, on which `stoker site --probe` looked"
+        command, purpose = _NEEDED.get(way, ("", ""))
+        if command and command not in seen.commands:
+            found.warnings.append(
+                f"resilience.continuation={way.value}: there is no {command} on {where}; the run cannot {purpose} "
+                "there: ask the site to install it"
+            )
+        has_apptainer = {"apptainer", "singularity"} & set(seen.commands)
+        if runtime is ContainerRuntime.apptainer and not has_apptainer and not config.cluster.modules:
+            found.warnings.append(
+                f"container.runtime=apptainer: there is neither apptainer nor singularity on {where}; "
+                "name their module in cluster.modules"
+            )
 
 
 def _reservation(config: Config, site: Site, found: Findings) -> None:

@@ -105,6 +105,14 @@ class Inventory:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """What `stoker site --probe` saw on a node."""
+
+    host: str
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Site:
     """What a launch is held against."""
 
@@ -113,6 +121,7 @@ class Site:
     out_of_service: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # node -> (state, reason)
     inventory: Inventory = Inventory()
     age: float = 0.0  # seconds since the inventory was taken
+    probes: Mapping[str, Probe] = field(default_factory=dict)  # by partition: what a node of it was seen to have
 
     @property
     def has_accounts(self) -> bool:

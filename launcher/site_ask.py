@@ -55,13 +55,14 @@ def ask(refresh: bool = False) -> Site | None:
     out_of_service = parse_out_of_service(away.out) if away.code == 0 else {}
     environ = without_outer_job(os.environ)
     kept = None if refresh or not settings else site_cache.load(settings, environ, time.time())
+    probes = site_cache.probes(settings, environ, time.time())
     if kept is not None:
-        return Site(settings, found, out_of_service, *kept)
+        return Site(settings, found, out_of_service, *kept, probes)
     inventory = _inventory(settings)
     if settings:
         is_complete = inventory.accounting is not None or "slurmdbd" not in settings.get("AccountingStorageType", "")
         site_cache.save(inventory, is_complete, settings, environ)
-    return Site(settings, found, out_of_service, inventory)
+    return Site(settings, found, out_of_service, inventory, probes=probes)
 
 
 def call(argv: Sequence[str], timeout: float = TIMEOUT) -> Reply:

@@ -1,7 +1,8 @@
 """The slow part of what is known about a site, kept between launches in the user's cache directory.
 
-Owns: one JSON file per cluster below $XDG_CACHE_HOME/stoker. A file that is damaged, old, of another version or of
-another start of the controller is ignored; one that cannot be written is done without. Nothing depends on it but time.
+Owns: one JSON file per cluster below $XDG_CACHE_HOME/stoker, and one of what was seen on its nodes. A file that is
+damaged, old, of another version or of another start of the controller is ignored; one that cannot be written is done
+without. Nothing depends on it but time, and warnings.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .run.files import create_json, temporary_name
-from .site import Accounting, Association, Hardware, Inventory, Qos
+from .site import Accounting, Association, Hardware, Inventory, Probe, Qos
 
 FORMAT = 1
 OLDEST = 12 * 3600.0  # seconds
+OLDEST_PROBE = 30 * 24 * 3600.0  # seconds; what is installed on nodes changes seldom
 OLDEST_INCOMPLETE = 600.0  # seconds; where the accounts did not answer
 
 
@@ -60,15 +62,47 @@ def save(inventory: Inventory, is_complete: bool, settings: Mapping[str, str], e
         "is_complete": is_complete,
         "inventory": asdict(inventory),
     }
+    _replace(path, plain)
+
+
+def _replace(path: Path, plain: Mapping[str, Any]) -> None:
     # A home without room or without the right to write costs half a second per launch, no more.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(path)
         try:
-            create_json(temporary, plain)
+            create_json(temporary, dict(plain))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _probes_path(settings: Mapping[str, str], environ: Mapping[str, str]) -> Path:
+    path = path_for(settings, environ)
+    return path.with_name(path.name.replace("site-", "nodes-", 1))
+
+
+def probes(settings: Mapping[str, str], environ: Mapping[str, str], now: float) -> dict[str, Probe]:
+    """What was seen on a node of each partition; a restart of the controller does not change it."""
+    try:
+        plain = json.loads(_probes_path(settings, environ).read_bytes())
+        return {
+            str(partition): Probe(str(seen["host"]), _texts(seen["commands"]))
+            for partition, seen in plain.items()
+            if 0 <= now - float(seen["time"]) <= OLDEST_PROBE
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def save_probe(partition: str, probe: Probe, settings: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Add what was seen on a node of a partition, in place of what was seen there before."""
+    path = _probes_path(settings, environ)
+    try:
+        kept = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        kept = {}
+    _replace(path, kept | {partition: asdict(probe) | {"time": time.time()}})
 
 
 def _start(settings: Mapping[str, str]) -> str:

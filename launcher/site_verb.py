@@ -6,15 +6,17 @@ Owns: the verb. What is asked, said and written is site_ask.py's, site_report.py
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
 
-from . import site_ask, site_probe, site_report, site_write, slurm
+from . import site_ask, site_cache, site_probe, site_report, site_write, slurm
+from .environment import without_outer_job
 from .errors import UserError, environment_error
 from .run.files import create_exclusive, to_json
 from .run.outcome import EXIT_FINISHED
-from .site import Site
+from .site import Probe, Site
 from .site_probe import Machine
 
 OURS = Path(__file__).resolve().parent.parent / "conf" / "cluster"
@@ -44,6 +46,7 @@ def main(argv: list[str]) -> int:
     node = None
     if arguments.probe is not None:
         node = site_probe.on_a_node(arguments.probe or None, options)
+        _keep(site, arguments.probe, node)
     if arguments.json:
         print(to_json(_plain(site, here, node)))
     elif arguments.write is None:
@@ -51,6 +54,14 @@ def main(argv: list[str]) -> int:
     if arguments.write is not None:
         _write(arguments.write, site, arguments.partition, node or here, is_quiet=arguments.json)
     return EXIT_FINISHED
+
+
+def _keep(site: Site, asked: str, node: Machine) -> None:
+    """For the launches to come."""
+    names = [asked] if asked else [p.name for p in site.partitions if p.is_default]
+    for name in names[:1]:
+        seen = Probe(node.host, tuple(node.commands))
+        site_cache.save_probe(name, seen, site.settings, without_outer_job(os.environ))
 
 
 def _plain(site: Site, here: Machine, node: Machine | None) -> dict[str, object]:

@@ -17,7 +17,7 @@ from stoker.conf.schema import (
 )
 from stoker.launcher import lints
 from stoker.launcher.lints import license_problems, lint
-from stoker.launcher.site import Accounting, Association, Hardware, Inventory, Partition, Qos, Site
+from stoker.launcher.site import Accounting, Association, Hardware, Inventory, Partition, Probe, Qos, Site
 from stoker.launcher.slurm import Reply
 
 MAIN = Partition("main", is_default=True, total_nodes=4, preempt_mode="REQUEUE", grace_time=120)
@@ -422,3 +422,35 @@ def test_each_reservation_of_a_list_is_looked_for(monkeypatch: pytest.MonkeyPatc
     assert lints.live(Config(cluster=ClusterConfig(reservation="res1, nope", time="20"))).errors == [
         "cluster.reservation=res1, nope: there is no reservation nope; `scontrol show reservation` lists them"
     ]
+
+
+@pytest.mark.parametrize(
+    ("continuation", "runtime", "commands", "warned"),
+    [
+        (
+            "requeue",
+            "none",
+            ("sbatch",),
+            ["resilience.continuation=requeue: there is no scontrol on n2 of partition m"],
+        ),
+        ("chain", "none", ("scontrol",), ["resilience.continuation=chain: there is no sbatch on n2 of partition main"]),
+        ("none", "none", (), []),
+        ("requeue", "none", ("scontrol",), []),
+        ("none", "apptainer", ("scontrol",), ["container.runtime=apptainer: there is neither apptainer nor singular"]),
+        ("none", "apptainer", ("singularity",), []),
+    ],
+)
+def test_what_a_probe_did_not_see_on_the_nodes_is_warned_of(
+    continuation: str, runtime: str, commands: tuple[str, ...], warned: list[str]
+) -> None:
+    def said(partition: str) -> list[str]:
+        site = replace(SITE, probes={"main": Probe("n2", commands)})
+        parts = {
+            "resilience": ResilienceConfig(continuation=Continuation(continuation)),
+            "container": ContainerConfig(runtime=ContainerRuntime(runtime)),
+            "cluster": ClusterConfig(partition=partition, time="30:00"),
+        }
+        return [w for w in problems(site, lambda name: f"/usr/bin/{name}", **parts)[1] if " on n2 of " in w]
+
+    assert [w[: len(start)] for w, start in zip(said("main"), warned, strict=True)] == warned
+    assert said("short") == []  # nobody looked there

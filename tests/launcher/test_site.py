@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from stoker.conf.checks import check
 from stoker.conf.compose import compose
-from stoker.launcher import cli, site, site_cache, site_probe, site_report, site_verb, site_write
+from stoker.launcher import cli, site, site_ask, site_cache, site_probe, site_report, site_verb, site_write
 from stoker.launcher.errors import UserError
-from stoker.launcher.site import Accounting, Association, Hardware, Inventory, Partition, Qos, Site
+from stoker.launcher.site import Accounting, Association, Hardware, Inventory, Partition, Probe, Qos, Site
 
 NODES = """NodeName=gpu01 Arch=x86_64 CoresPerSocket=48
    CPUAlloc=0 CPUEfctv=94 CPUTot=96 CPULoad=0.30
@@ -103,6 +103,19 @@ def test_what_was_kept_is_read_again(environ: dict[str, str], tmp_path: Path) ->
     assert found[0] == INVENTORY
     assert 100 <= found[1] < 160
     assert file == site_cache.path_for(SETTINGS, environ)
+
+
+def test_what_was_seen_on_nodes_is_kept_by_partition(environ: dict[str, str]) -> None:
+    now, seen, other = time.time(), Probe("n1", ("srun", "sbatch")), Probe("n2", ())
+    assert site_cache.probes(SETTINGS, environ, now) == {}
+    site_cache.save_probe("a", other, SETTINGS, environ)
+    site_cache.save_probe("b", other, SETTINGS, environ)
+    site_cache.save_probe("a", seen, SETTINGS, environ)
+    assert site_cache.probes(SETTINGS | {"BOOT_TIME": "later"}, environ, now + 9) == {"a": seen, "b": other}
+    assert site_cache.probes(SETTINGS | {"ClusterName": "d"}, environ, now + 9) == {}
+    assert site_cache.probes(SETTINGS, environ, now + 31 * 86400) == {}
+    site_cache._probes_path(SETTINGS, environ).write_text('{"a": 3}')
+    assert site_cache.probes(SETTINGS, environ, now + 9) == {}
 
 
 def test_what_is_old_or_of_another_cluster_is_not_used(environ: dict[str, str]) -> None:
@@ -357,3 +370,24 @@ def test_a_launch_asks_three_questions_where_all_is_known(fake_slurm: Any, monke
     assert (second.inventory, second.age > 0) == (first.inventory, True)
     after = {name: len(fake_slurm.calls(name)) - before[name] for name in before}
     assert after == {"scontrol": 2, "sinfo": 1, "srun": 0, "sacctmgr": 0}
+
+
+@pytest.mark.parametrize("asked", [["--probe"], ["--probe", "main"]])
+def test_what_a_probe_sees_is_known_to_the_next_launch(
+    asked: list[str], fake_slurm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(site_probe, "here", lambda: HERE)  # it needs a shell, and the PATH has stand-ins alone
+    partition = "PartitionName=main Default=YES State=UP TotalNodes=1"
+    fake_slurm.program(
+        "scontrol", f'case "$*" in *config) echo "ClusterName = c";; *partition) echo "{partition}";; esac'
+    )
+    fake_slurm.program("sbatch", "true")
+    fake_slurm.program("srun", "echo host n1; echo command sbatch /usr/bin/sbatch; echo command srun /usr/bin/srun")
+    assert cli.main(["site", *asked]) == 0
+    found = site_ask.ask()
+    assert found is not None
+    assert found.probes == {"main": Probe("n1", ("srun", "sbatch"))}
+    again = site_ask.ask(refresh=True)
+    assert again is not None
+    assert again.probes == found.probes
