@@ -64,7 +64,7 @@ def format_time(seconds: int) -> str:
     return f"{days}-{hour:02}:{minute:02}:{second:02}" if days else f"{hour:02}:{minute:02}:{second:02}"
 
 
-BEGIN_FORMS = "now+2hours, 16:00, midnight, tomorrow, 2026-12-24, 2026-12-24T18:00 or 12/24/26"
+BEGIN_FORMS = "now+2hours, 16:00, midnight, tomorrow, 2026-12-24 or 2026-12-24T18:00"
 
 _DAYS = ("today", "tomorrow")  # in no other case, unlike all other words
 _WORDS = ("now", "midnight", "noon", "fika", "teatime")
