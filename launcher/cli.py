@@ -55,6 +55,25 @@ def usage() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `stoker` command; returns the exit code."""
+    try:
+        return _main(argv)
+    finally:
+        _let_go()
+
+
+def _let_go() -> None:
+    """What could not be written stays in a stream's buffer; Python would try again at its exit, and end with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+
+
+def _main(argv: list[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_missing()
     debug = "--debug" in arguments

@@ -29,7 +29,11 @@ import json, os, signal, sys, time
 from pathlib import Path
 if sys.argv[1] == "-c":
     sys.exit()  # whether it works at all
+if sys.argv[3] == "stoker.launcher.aftermath":
+    sys.exit(int(sys.argv[5]))
 run = Path(sys.argv[4])
+is_told = []
+signal.signal(signal.SIGTERM, lambda *_: is_told.append(True))  # before anybody can see that we are here
 numbers = sorted(int(p.name) for p in (run / "attempts").iterdir())
 attempt = run / "attempts" / f"{{len(numbers) + 1:04d}}"
 (attempt / "logs").mkdir(parents=True)
@@ -48,8 +52,9 @@ def say(cause, code):
     except FileExistsError:
         sys.exit(75)  # the test has said how this attempt ends
     sys.exit(code)
-signal.signal(signal.SIGTERM, lambda *_: say("cancelled", 143))
 while plan == "wait":
+    if is_told:
+        say("cancelled", 143)
     time.sleep(0.05)
 cause, code = plan.split()
 say(cause, int(code))
