@@ -62,7 +62,7 @@ def test_a_squeue_that_hangs_is_not_waited_for(
     running: RunDir, fake_slurm: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "AT_ONCE", 0.5)
-    fake_slurm.program("squeue", "sleep 300")
+    fake_slurm.program("squeue", "exec sleep 300")  # itself: a child would outlive it
     fake_slurm.program("sbatch", "true")
     assert cli.main(["status", str(running.path)]) == 0
     said = capsys.readouterr()
