@@ -169,6 +169,9 @@ class Node:
         for w in self._workers.values():
             self._forget(w)
         self._workers.clear()
+        for channel in self.channels():
+            channel.close()
+        self._to_zygote = self._store = None
         os.close(self._log)
 
     def _forget(self, w: Worker) -> None:

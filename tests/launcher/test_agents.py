@@ -90,6 +90,7 @@ def test_the_welcome_comes_before_anything_that_follows_from_joining(agents: Age
     while len(kinds) < 2:
         kinds += [m["kind"] for m in channel.receive()]
     assert kinds[:2] == ["welcome", "store"]
+    channel.close()
 
 
 def test_an_agent_that_falls_silent_is_lost_after_the_lease(agents: Agents) -> None:
@@ -113,20 +114,23 @@ def test_strangers_are_turned_away(agents: Agents, words: bytes) -> None:
     stranger.sendall(words)
     assert read(agents) == []
     assert agents._agents == {}
-    assert join(agents, "n1")[1] == [p.AgentJoined("n1", "10.0.0.1")]
+    channel, events = join(agents, "n1")
+    assert events == [p.AgentJoined("n1", "10.0.0.1")]
+    channel.close()
     stranger.close()
 
 
 def test_a_crowd_of_silent_strangers_keeps_no_agent_out(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents_module, "HELLO_LIMIT", 0.5)
     crowd = [socket.create_connection(("127.0.0.1", port(agents))) for _ in range(100)]
     read(agents, 0.1)
     assert len(agents._agents) == agents_module.STRANGERS
+    monkeypatch.setattr(agents_module, "HELLO_LIMIT", 0.5)
     assert read(agents, 0.8) == []
     assert agents._agents == {}
-    assert join(agents, "n1")[1] == [p.AgentJoined("n1", "10.0.0.1")]
-    for stranger in crowd:
-        stranger.close()
+    channel, events = join(agents, "n1")
+    assert events == [p.AgentJoined("n1", "10.0.0.1")]
+    for sock in (channel, *crowd):
+        sock.close()
 
 
 def test_an_agent_does_not_obey_who_does_not_know_the_token() -> None:
@@ -144,6 +148,7 @@ def test_an_agent_does_not_obey_who_does_not_know_the_token() -> None:
     with pytest.raises(Closed, match="somebody else"):
         agent_module._greet(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, "n1", 5.0)
     os.waitpid(pid, 0)
+    listener.close()
 
 
 def test_what_comes_together_with_the_welcome_is_not_lost(agents: Agents) -> None:

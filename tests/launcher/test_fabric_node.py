@@ -141,6 +141,7 @@ def test_workers_are_forked_with_their_variables_and_cpus(
     assert [f["env"]["GLOO_SOCKET_IFNAME"] for f in forks] == ["lo"] * 2
     assert "mlx5_1:1 is down" in attempt.log("n1").read_text()
     node.close()
+    zygote.close()
 
 
 def test_slurms_own_way_to_the_supervisor_is_tried_second() -> None:

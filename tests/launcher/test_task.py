@@ -88,7 +88,7 @@ class Agent:
                     try:
                         self.words[ident] += channel.receive()
                     except Closed:
-                        del self.channels[ident]
+                        self.channels.pop(ident).close()
             if self.channel in readable:
                 for message in self.channel.receive():
                     self._take(message)
@@ -125,6 +125,11 @@ class Agent:
             self.process.wait(timeout=PATIENCE)
         finally:
             self.process.kill()
+            self.process.wait()
+            for channel in self.channels.values():
+                channel.close()
+            for segment in self.segments.values():
+                segment.close()
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_each_step_is_recorded_once_over_a_killed_tracker_a_rewind_a_torn_line_a
     add_steps(first, 31, 60)
     time.sleep(0.3)  # the tracker has handed them to wandb, which has not written them: any other moment is easier
     killed.kill()
-    killed.wait()
+    killed.communicate()
     end_attempt(first, Cause.NODE_FAILURE)
 
     second = start_attempt(run, 41, 50)
@@ -126,7 +126,8 @@ def test_each_step_is_recorded_once_over_a_killed_tracker_a_rewind_a_torn_line_a
         lambda: f"process {stopped.pid} " in lock.read_text() and recorded(run) >= 50, "the second attempt's steps"
     )
     stopped.terminate()
-    assert stopped.wait(60) == 0
+    stopped.communicate(timeout=60)
+    assert stopped.returncode == 0
     assert 50 <= recorded(run) <= 60  # how much of 31 to 60 the killed one had recorded is chance
 
     add_text(second, line(51)[40:])
@@ -220,7 +221,7 @@ def test_online_a_killed_tracker_goes_on_behind_the_last_step_that_the_server_ha
     killed = tracking(run, **reach)
     wait_for(lambda: recorded(run) >= 25, "steps in wandb's hands")
     killed.kill()
-    killed.wait()
+    killed.communicate()
     end_attempt(first, Cause.PREEMPTED)
     finish(start_attempt(run, 22, 30))
 
@@ -297,4 +298,5 @@ def test_a_tracker_that_does_not_end_is_killed(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     assert not stop_tracker(process, 0.2)
+    process.stdout.close()
     assert process.returncode == -signal.SIGKILL
