@@ -16,6 +16,10 @@ def commands(cluster: Cluster, node: str) -> list[str]:
     return [process.command() for process in cluster.processes_on(node)]
 
 
+def names(cluster: Cluster, node: str) -> list[str]:
+    return [process.name for process in cluster.processes_on(node)]
+
+
 def test_each_node_has_its_own_name_address_and_process_table(isolated: Cluster) -> None:
     script = "echo $(hostname) $(hostname -i) $(cat /proc/1/comm) $(getent hosts n3 | cut -d' ' -f1)"
     done = isolated.run(["srun", "-N2", "-w", "n1,n2", "sh", "-c", script])
@@ -79,12 +83,18 @@ class Faults:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         quiet = "--output=/dev/null"
-        self.two_nodes = cluster.submit(["-N2", "-w", "n1,n2", "--requeue", quiet, "--wrap=srun sleep 600"])
+        # Should srun notice first that n2 is gone, its job must not end of that: Slurm's word on the node is to come.
+        lasting = "--wrap=srun sleep 600; exec sleep 606"
+        self.two_nodes = cluster.submit(["-N2", "-w", "n1,n2", "--requeue", quiet, lasting])
         self.cut_off = cluster.submit(["-w", "n3", "--no-requeue", quiet, "--wrap=exec sleep 602"])
         self.headless = cluster.submit(["-w", "n4", quiet, "--wrap=exec sleep 603"])
         for job in (self.two_nodes, self.cut_off, self.headless):
             cluster.wait_for_job(job, "RUNNING")
-        wait_until(lambda: "sleep 602" in commands(cluster, "n3"), 20, lambda: "n3's task")
+        wait_until(lambda: "sleep" in names(cluster, "n2"), 20, lambda: "n2's task")
+        for node, task in (("n3", "sleep 602"), ("n4", "sleep 603")):
+            wait_until(
+                lambda node=node, task=task: task in commands(cluster, node), 20, lambda node=node: f"{node}'s task"
+            )
         cluster.crash("n2")
         cluster.cut("n3")
         cluster.kill_slurmd("n4")

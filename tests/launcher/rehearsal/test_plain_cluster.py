@@ -104,10 +104,11 @@ def test_without_slurmd_tasks_go_on_until_it_is_started_again(plain: Cluster) ->
 
 def test_an_urgent_job_takes_the_nodes_and_the_victim_restarts_by_itself(plain: Cluster) -> None:
     victim = sleeper(plain, "-w", "n4", "-p", "grace0")
-    urgent = plain.preempt(victim, seconds=1)
-    plain.wait_for_job(urgent, "RUNNING", "COMPLETED")
+    urgent = plain.preempt(victim, seconds=600)
+    plain.wait_for_job(urgent, "RUNNING")
     assert plain.job(urgent).nodes == "n4"
     assert plain.job(victim).state in ("COMPLETING", "PENDING")
+    cancel(plain, urgent)
     job = plain.wait_for_job(victim, "RUNNING")
     assert (job.restarts, job.nodes) == (1, "n4")
     cancel(plain, victim)
@@ -138,8 +139,10 @@ def test_nothing_of_a_crashed_node_lives_and_it_can_be_started_again(plain: Clus
 
 @pytest.mark.full
 def test_a_crashed_node_goes_down_and_its_job_runs_elsewhere(plain: Cluster) -> None:
-    job = plain.submit(["-N2", "-w", "n1,n2", "--requeue", "--output=/dev/null", "--wrap=srun sleep 600"])
-    plain.wait_for_job(job, "RUNNING")
+    # The job outlives its srun, which may notice before Slurm does that n2 is gone.
+    lasting = "--wrap=srun sleep 600; exec sleep 606"
+    job = plain.submit(["-N2", "-w", "n1,n2", "--requeue", "--output=/dev/null", lasting])
+    wait_until(lambda: "sleep" in tasks(plain, "n2"), 30, lambda: "n2's task")
     plain.crash("n2")
     plain.wait_for_nodes("down", "n2")
     plain.run(["scontrol", "update", f"jobid={job}", "nodelist="])
@@ -226,10 +229,10 @@ def test_a_killed_child_of_the_node_is_not_its_end(plain: Cluster) -> None:
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_controller_comes_back_with_its_jobs(plain: Cluster, kill: bool) -> None:
     job = sleeper(plain)
-    started = time.time()
+    started = int(plain.run(["squeue", "-h", f"--jobs={job}", "--format=%S"], env={"SLURM_TIME_FORMAT": "%s"}).stdout)
     # Its state is written a few seconds after a change; a crash before that forgets the job's start.
     saved = plain.layout.state / "job_state"
-    wait_until(lambda: saved.exists() and saved.stat().st_mtime > started + 1, 20, lambda: "the state to be saved")
+    wait_until(lambda: saved.exists() and saved.stat().st_mtime >= started + 1, 20, lambda: "the state to be saved")
     plain.stop_controller(kill)
     assert "slurmctld" not in plain.status()["daemons"]
     with pytest.raises(ClusterError, match="slurmctld does not run"):
