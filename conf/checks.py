@@ -108,8 +108,8 @@ _POSITIVE = (
     " cluster.cpus_per_task cluster.omp_threads resilience.bad_node_hours"
 )
 _NOT_NEGATIVE = (
-    "seed train.eval_interval model.z_loss model.logit_softcap model.sliding_window data.validation_tokens"
-    " data.prefetch optim.min_lr optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
+    "seed train.eval_interval model.z_loss model.attention_softcap model.logit_softcap model.sliding_window"
+    " data.validation_tokens data.prefetch optim.min_lr optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
     " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts"
     " resilience.backoff resilience.max_backoff"
     " cluster.gpus_per_node"

@@ -19,8 +19,96 @@ class Schedule(str, Enum):
 
 
 class ParamDtype(str, Enum):
+    float64 = "float64"  # to compare layouts with
     float32 = "float32"
     bfloat16 = "bfloat16"  # with fp32 master weights in the optimizer
+
+
+class Activation(str, Enum):
+    """Of the feed-forward layer. The first two multiply by a gate of their own, `gelu` has none."""
+
+    swiglu = "swiglu"
+    geglu = "geglu"  # GELU, tanh form
+    gelu = "gelu"  # tanh form
+
+
+class Norm(str, Enum):
+    rmsnorm = "rmsnorm"
+    layernorm = "layernorm"  # with a bias
+
+
+class NormOrder(str, Enum):
+    pre = "pre"  # before attention and feed-forward layer
+    post = "post"  # after them, before the sum (OLMo 2)
+    both = "both"  # Gemma 2 and 3
+
+
+class QkNorm(str, Enum):
+    """RMSNorm on queries and keys."""
+
+    none = "none"
+    head = "head"  # over each head's features (Qwen3, Gemma 3)
+    full = "full"  # over all heads' features together (OLMo 2)
+
+
+class Positions(str, Enum):
+    rope = "rope"
+    learned = "learned"  # an embedding per position (GPT-2)
+
+
+class RopeScaling(str, Enum):
+    """How rotary frequencies are stretched to contexts longer than those of the first training."""
+
+    none = "none"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+class Router(str, Enum):
+    """How a mixture of experts turns scores into weights."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class Balance(str, Enum):
+    """What keeps experts equally loaded."""
+
+    none = "none"
+    loss = "loss"  # an auxiliary loss per sequence
+    bias = "bias"  # a bias in the choice of experts, adjusted after each step by the load of the global batch
+
+
+class DataParallel(str, Enum):
+    ddp = "ddp"  # every rank holds all
+    zero1 = "zero1"  # optimizer state cut over the ranks
+    fsdp = "fsdp"  # weights, gradients and optimizer state cut over the ranks
+    hsdp = "hsdp"  # as fsdp within groups of ranks, which hold the same
+
+
+class ContextMethod(str, Enum):
+    ring = "ring"  # keys and values go round; zig-zag halves the work of each rank
+    ulysses = "ulysses"  # all-to-all: sequence parts against heads
+
+
+class Recompute(str, Enum):
+    """Which activations of a block are computed again in the backward pass instead of kept."""
+
+    none = "none"
+    full = "full"  # all of them
+    selective = "selective"  # only cheap ones: norms, activation functions, rotary embedding
+
+
+class OptimizerKind(str, Enum):
+    adamw = "adamw"
+    muon = "muon"  # AdamW for embeddings, head, norms and biases
+
+
+class Fp8(str, Enum):
+    none = "none"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
 
 
 class Backend(str, Enum):
@@ -68,7 +156,7 @@ class TrackMode(str, Enum):
 
 @dataclass
 class ModelConfig:
-    """Llama-style decoder."""
+    """A decoder: Llama's by default, with the switches that other families need."""
 
     vocab_size: int = 4096  # rows of the embedding; at least the tokenizer's
     hidden_size: int = 256
@@ -76,16 +164,48 @@ class ModelConfig:
     num_heads: int = 8  # query heads
     num_kv_heads: int = 4  # key and value heads (grouped-query attention); divides num_heads
     head_dim: int | None = None  # even; default hidden_size / num_heads
-    ffn_size: int = 768  # inner width of the SwiGLU
-    rope_theta: float = 10000.0  # base of the rotary frequencies
+    ffn_size: int = 768  # inner width of the feed-forward layer
+    activation: Activation = Activation.swiglu  # of the feed-forward layer
+    norm: Norm = Norm.rmsnorm  # of the residual stream
+    norm_order: NormOrder = NormOrder.pre  # where it stands
     norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # added to the weight of each RMSNorm; 1 in Gemma, whose weights start at 0
+    qk_norm: QkNorm = QkNorm.none  # RMSNorm on queries and keys
+    qkv_bias: bool = False  # biases on the projections to queries, keys and values
+    linear_bias: bool = False  # biases on all other projections of the blocks
+    positions: Positions = Positions.rope
+    max_positions: int = 0  # rows of the learned position embedding; at least data.seq_len
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_theta_local: float | None = None  # that of layers with a sliding window; default: rope_theta
+    rope_scaling: RopeScaling = RopeScaling.none
+    rope_factor: float = 1.0  # of rope_scaling: how many times longer contexts get
+    rope_original_length: int = 8192  # context that the frequencies were made for (llama3, yarn)
+    rope_low_freq_factor: float = 1.0  # llama3
+    rope_high_freq_factor: float = 4.0  # llama3
+    rope_beta_fast: float = 32.0  # yarn
+    rope_beta_slow: float = 1.0  # yarn
+    sliding_window: int = 0  # tokens; 0 = full causal attention
+    global_every: int = 0  # of the layers with sliding_window every n-th attends to all; 0 = none (Gemma 2: 2, 3: 6)
+    attention_scale: float | None = None  # factor of the scores; default: head_dim ** -0.5
+    attention_softcap: float = 0.0  # scores become cap x tanh(score / cap); 0 = none
+    logit_softcap: float = 0.0  # the same for the output logits
+    embedding_scale: float = 1.0  # factor of the embeddings (Gemma: sqrt(hidden_size))
     tied_embeddings: bool = False  # the output layer is the embedding
-    qk_norm: bool = False  # RMSNorm on each head's queries and keys
     init_std: float = 0.02  # standard deviation of the initial weights
     dropout: float = 0.0  # residual dropout
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
-    logit_softcap: float = 0.0  # of attention logits; 0 = none
-    sliding_window: int = 0  # tokens; 0 = full causal attention
+    num_experts: int = 0  # experts per layer (mixture of experts); 0 = dense
+    experts_per_token: int = 2
+    expert_ffn_size: int = 0  # inner width of each expert; 0: ffn_size
+    shared_expert_ffn_size: int = 0  # inner width of the expert that every token passes; 0: there is none
+    dense_layers: int = 0  # the first so many layers have no experts
+    router: Router = Router.softmax
+    router_normalize: bool = True  # the weights of the chosen experts are divided by their sum
+    router_scale: float = 1.0  # factor of these weights
+    balance: Balance = Balance.loss  # what keeps experts equally loaded
+    balance_weight: float = 0.01  # of the auxiliary loss (balance=loss)
+    balance_rate: float = 0.001  # step of the bias (balance=bias)
+    router_z_loss: float = 0.0  # weight of the squared log-normaliser of the router's scores
 
 
 @dataclass
@@ -109,17 +229,41 @@ class DataConfig:
 
 @dataclass
 class ParallelConfig:
-    """Layout of the processes. The data-parallel size is what the other axes leave (today: all of it)."""
+    """Layout of the processes. The data-parallel size is what pipeline, context and tensor leave of them."""
 
+    data: DataParallel = DataParallel.ddp
+    data_shard: int = 0  # hsdp: ranks that share one copy; 0: those of a node
+    tensor: int = 1  # ranks that share each layer
+    sequence: bool = True  # with tensor > 1: norms and the residual stream are cut over these ranks too
+    pipeline: int = 1  # ranks that hold the layers in turn
+    pipeline_schedule: str = "1f1b"  # gpipe, 1f1b, interleaved, interleaved_zb, zbv or dualpipev
+    pipeline_chunks: int = 0  # stages per rank; 0: what the schedule needs (interleaved: 2)
+    pipeline_layers: str | None = None  # layers of each stage in order, e.g. 7,8,8,7; default: by cost
+    context: int = 1  # ranks that share each sequence
+    context_method: ContextMethod = ContextMethod.ring
+    expert: int = 1  # ranks that share the experts; divides data x context x tensor
     backend: Backend = Backend.auto  # of torch.distributed; auto: nccl with CUDA, else gloo
     bucket_mb: float = 25.0  # gradients are reduced in buckets of this size, MiB
     timeout: int = 3600  # seconds a collective may take; the last resort behind the limits of `resilience`
 
 
 @dataclass
-class OptimConfig:
-    """AdamW with decoupled weight decay."""
+class MemoryConfig:
+    """What is given for memory."""
 
+    recompute: Recompute = Recompute.none  # activations computed again in the backward pass
+    recompute_every: int = 1  # of the layers every n-th is recomputed
+    offload_optimizer: bool = False  # optimizer state lies in host memory, and is updated there
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with decoupled weight decay, or Muon."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    muon_lr: float = 0.02  # highest learning rate of the matrices under Muon; follows the schedule of lr
+    muon_momentum: float = 0.95
+    muon_steps: int = 5  # Newton-Schulz iterations
     lr: float = 3e-4  # highest learning rate
     min_lr: float = 3e-5  # learning rate at the last step
     beta1: float = 0.9  # decay of the first moment
@@ -135,6 +279,8 @@ class OptimConfig:
 @dataclass
 class PrecisionConfig:
     params: ParamDtype = ParamDtype.float32  # of the weights; bfloat16 keeps fp32 master weights in the optimizer
+    stochastic_rounding: bool = False  # with bfloat16: no master weights, updates are rounded at random
+    fp8: Fp8 = Fp8.none  # matrix products of the blocks in float8, on devices that have it
     deterministic: bool = True  # bitwise repeatable steps
 
 
@@ -144,6 +290,7 @@ class KernelsConfig:
 
     default: str = "auto"  # for every op that `ops` does not name
     ops: dict[str, str] = field(default_factory=dict)  # per op, e.g. {rmsnorm: reference}
+    compile: bool = False  # torch.compile each block
 
 
 @dataclass
@@ -290,6 +437,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)

@@ -1,18 +1,23 @@
 """The only door to collectives: one communicator per process group.
 
-Owns: reductions and exchange of small JSON values, counting of collectives for the heartbeat, and turning a backend's
-error into `PeerLostError`. Does not own: which groups there are (grid.py). Objects travel as JSON: nothing is pickled.
+Owns: collectives, exchange of small JSON values, counting of collectives for the heartbeat, and turning a backend's
+error into `PeerLostError`. Does not own: which groups there are (grid.py), or derivatives (the autograd functions that
+use these). Objects travel as JSON: nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# torch 2.13 renamed these, and warns at the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class PeerLostError(Exception):
@@ -35,16 +40,17 @@ def lost_peers() -> Iterator[None]:
 
 
 class Work:
-    """A reduction under way."""
+    """A collective under way; its buffers are not to be touched before `wait` has returned."""
 
-    def __init__(self, work: dist.Work | None) -> None:
-        self._work = work
+    def __init__(self, *works: dist.Work | None) -> None:
+        self._works = works
 
     def wait(self) -> None:
         """Raises PeerLostError."""
-        if self._work is not None:
-            with lost_peers():
-                self._work.wait()
+        for work in self._works:
+            if work is not None:
+                with lost_peers():
+                    work.wait()
 
 
 class Communicator:
@@ -75,6 +81,83 @@ class Communicator:
         self._on_collective()
         with lost_peers():
             return Work(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[n, ...] of each rank, one after another: [size * n, ...]. Raises PeerLostError."""
+        gathered, work = self.all_gather_async(tensor)
+        work.wait()
+        return gathered
+
+    def all_gather_async(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
+        """(result, work); the result holds its values once the work is waited for. out: where to put it."""
+        if self.size == 1 and out is None:
+            return tensor, Work(None)
+        tensor = tensor.contiguous()
+        if out is None:
+            out = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        if self.size == 1:
+            return out.copy_(tensor), Work(None)
+        self._on_collective()
+        with lost_peers():
+            return out, Work(_all_gather(out, tensor, group=self.group, async_op=True))
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of [size * n, ...]; this rank's n rows of it. Raises PeerLostError."""
+        scattered, work = self.reduce_scatter_async(tensor)
+        work.wait()
+        return scattered
+
+    def reduce_scatter_async(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
+        """As all_gather_async."""
+        if self.size == 1 and out is None:
+            return tensor, Work(None)
+        tensor = tensor.contiguous()
+        assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows over {self.size} ranks"
+        if out is None:
+            out = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        if self.size == 1:
+            return out.copy_(tensor), Work(None)
+        self._on_collective()
+        with lost_peers():
+            return out, Work(_reduce_scatter(out, tensor, group=self.group, async_op=True))
+
+    def all_to_all(
+        self, tensor: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Rows of `tensor` to the ranks in turn: `send[r]` of them to rank r, `receive[r]` from it; None: equally many.
+
+        Returns the rows received, by rank. Raises PeerLostError.
+        """
+        if self.size == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        rows = tensor.shape[0] if receive is None else sum(receive)
+        out = tensor.new_empty(rows, *tensor.shape[1:])
+        self._on_collective()
+        with lost_peers():
+            dist.all_to_all_single(
+                out,
+                tensor,
+                None if receive is None else list(receive),
+                None if send is None else list(send),
+                group=self.group,
+            )
+        return out
+
+    def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> tuple[list[torch.Tensor], Work]:
+        """Send tensors to the rank `by` places on around the ring, and receive as many from `by` places before.
+
+        Returns (received, work), of the same shapes on all ranks. Raises PeerLostError.
+        """
+        if self.size == 1 or by % self.size == 0:
+            return list(tensors), Work(None)
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
+        received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        self._on_collective()
+        with lost_peers():
+            sends = [dist.P2POp(dist.isend, t.contiguous(), group=self.group, group_peer=to) for t in tensors]
+            receives = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received]
+            return received, Work(*dist.batch_isend_irecv([*sends, *receives]))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """In place, from the group's rank `source`. Raises PeerLostError."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..conf.schema import ModelConfig
+from ..conf.schema import ModelConfig, QkNorm
 from ..kernels.rope import rope_cos_sin
 from .linear import WeightGradients, add_or_copy, embed, gradient_dtype, linear, project
 from .params import head_dim
@@ -68,14 +68,14 @@ class Attention(nn.Module):
         self.wq = _parameter(config.num_heads * width, hidden)
         self.wk = _parameter(config.num_kv_heads * width, hidden)
         self.wv = _parameter(config.num_kv_heads * width, hidden)
-        if config.qk_norm:
+        if config.qk_norm is QkNorm.head:
             self.q_norm, self.k_norm = _parameter(width), _parameter(width)
         self.wo = _parameter(hidden, config.num_heads * width)
 
     def forward(self, x_BSD: Tensor, context: _Context) -> Tensor:
         q, k, v = project(x_BSD, (self.wq, self.wk, self.wv), self.queue)
         q_BSHE, k_BSKE, v_BSKE = (t.unflatten(-1, (-1, self.width)) for t in (q, k, v))
-        if self.config.qk_norm:
+        if self.config.qk_norm is QkNorm.head:
             q_BSHE = self.ops.rmsnorm(q_BSHE, self.q_norm, self.config.norm_eps)
             k_BSKE = self.ops.rmsnorm(k_BSKE, self.k_norm, self.config.norm_eps)
         q_BSHE, k_BSKE = self.ops.rope(
@@ -87,7 +87,7 @@ class Attention(nn.Module):
             v_BSKE,
             doc_ids=context.batch.doc_ids,
             window=self.config.sliding_window or None,
-            softcap=self.config.logit_softcap or None,
+            softcap=self.config.attention_softcap or None,
         )
         return linear(out_BSHE.flatten(-2), self.wo, self.queue)
 

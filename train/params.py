@@ -6,14 +6,14 @@ handles parameters one by one (initialisation, reduction, norm, optimizer, check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from math import prod, sqrt
 
 from torch import Tensor, nn
 
-from ..conf.schema import ModelConfig
+from ..conf.schema import ModelConfig, QkNorm
 from .box import Box
 from .grid import Grid
 
@@ -93,7 +93,8 @@ class ParamTable:
         whole = Box.whole(facts.shape)
         if facts.shard_dim is None or facts.shard_axis is None:
             return whole
-        size, rank = grid.sizes[facts.shard_axis], _rank_on(grid, facts.shard_axis)
+        comm = grid.comms[facts.shard_axis]
+        size, rank = comm.size, comm.rank
         length = facts.shape[facts.shard_dim]
         if length % size:
             raise ValueError(f"{name}: dimension {facts.shard_dim} of {facts.shape} does not divide by {size} ranks")
@@ -106,11 +107,6 @@ class ParamTable:
         found = {name: tuple(p.shape) for name, p in model.named_parameters()}
         expected = {f.name: self.box(f.name, grid).shape for f in self.owned()}
         assert found == expected, f"model and parameter table differ: {set(found.items()) ^ set(expected.items())}"
-
-
-def _rank_on(grid: Grid, axis: str) -> int:
-    ranks: Mapping[str, int] = {"world": grid.rank, "data": grid.data.rank}
-    return ranks[axis]
 
 
 def head_dim(config: ModelConfig) -> int:
@@ -142,7 +138,7 @@ def decoder_table(config: ModelConfig) -> ParamTable:
             matrix(f"{b}.attention.wk", keys, hidden),
             matrix(f"{b}.attention.wv", keys, hidden),
         ]
-        if config.qk_norm:
+        if config.qk_norm is QkNorm.head:
             facts += [norm(f"{b}.attention.q_norm", width), norm(f"{b}.attention.k_norm", width)]
         facts += [
             matrix(f"{b}.attention.wo", hidden, queries, residual_std),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from ..conf.layout import Layout
 from ..conf.load import from_plain
 from ..conf.schema import Config
 from ..launcher.run.attempts import Fence, SupersededError
@@ -144,7 +145,9 @@ def _passes(place: Place, member: Membership, segment: Segment, channel: Channel
         grid = trainer = None
         try:
             config = place.config
-            grid = grids.form(member, config.parallel.backend.value, config.parallel.timeout, pulse.collective)
+            layout = Layout.of(config, member.world_size)
+            parallel = config.parallel
+            grid = grids.form(member, layout, parallel.backend.value, parallel.timeout, pulse.collective)
             context = RunContext(
                 place.run,
                 str(read_json(place.run.run)["id"]),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import digest, events, make_context, make_data, metrics, tiny_config, train
-from stoker.conf.schema import DataSource, ParamDtype
+from stoker.conf.schema import DataSource, ParamDtype, QkNorm
 from stoker.launcher.run.heartbeat import Control, Segment
 from stoker.launcher.run.layout import RunDir
 from stoker.train.data.dataset import Batch
@@ -25,7 +25,7 @@ from stoker.train.state.checkpointer import Checkpointer, SaveFailedError
 from torch import nn
 
 EVERYTHING = {
-    "model": {"tied_embeddings": True, "qk_norm": True, "dropout": 0.1, "z_loss": 1e-4},
+    "model": {"tied_embeddings": True, "qk_norm": QkNorm.head, "dropout": 0.1, "z_loss": 1e-4},
     "precision": {"params": ParamDtype.bfloat16},
     "data": {"mask_documents": True, "reset_positions": True},
 }

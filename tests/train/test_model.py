@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stoker.conf.schema import ModelConfig
+from stoker.conf.schema import ModelConfig, QkNorm
 from stoker.kernels import select
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import single
@@ -81,7 +81,7 @@ def transformers_model(config: ModelConfig) -> Any:
         "rope_theta": config.rope_theta,
         "attn_implementation": "eager",
     }
-    if config.qk_norm:
+    if config.qk_norm is QkNorm.head:
         return Qwen3ForCausalLM(Qwen3Config(head_dim=config.head_dim, **settings))
     return LlamaForCausalLM(LlamaConfig(**settings))
 
@@ -92,7 +92,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "config",
-    [CONFIG, replace(CONFIG, tied_embeddings=True), replace(CONFIG, qk_norm=True, head_dim=32)],
+    [CONFIG, replace(CONFIG, tied_embeddings=True), replace(CONFIG, qk_norm=QkNorm.head, head_dim=32)],
     ids=["llama", "llama tied", "qwen3"],
 )
 def test_logits_and_gradients_are_those_of_transformers(config: ModelConfig) -> None:
@@ -189,7 +189,7 @@ def test_positions_matter_only_by_their_distance() -> None:
 
 def test_softcap_changes_attention() -> None:
     model, batch = build(CONFIG), make_batch()
-    capped = Decoder(replace(CONFIG, logit_softcap=0.05), select(), WeightGradients())
+    capped = Decoder(replace(CONFIG, attention_softcap=0.05), select(), WeightGradients())
     capped.load_state_dict(model.state_dict())
     assert relative(capped.logits(batch), model.logits(batch)) > 1e-3
 

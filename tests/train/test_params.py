@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stoker.conf.schema import ModelConfig
+from stoker.conf.schema import ModelConfig, QkNorm
 from stoker.kernels import select
 from stoker.train.box import Box
 from stoker.train.grid import single
@@ -28,8 +28,8 @@ def test_counts_are_those_of_the_benchmark_model() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_table_and_model_agree(tied: bool, qk_norm: bool) -> None:
+@pytest.mark.parametrize("qk_norm", [QkNorm.none, QkNorm.head])
+def test_table_and_model_agree(tied: bool, qk_norm: QkNorm) -> None:
     config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, tied_embeddings=tied, qk_norm=qk_norm)
     decoder_table(config).check(build(config), single())
 

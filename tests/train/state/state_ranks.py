@@ -215,7 +215,7 @@ def _child(request: dict[str, Any]) -> None:
     place = Membership(
         request["rank"], request["size"], 0, request["attempt"], request["generation"], "127.0.0.1", request["port"]
     )
-    grid = form(place, "gloo", timeout=PATIENCE)
+    grid = form(place, backend="gloo", timeout=PATIENCE)
     job = make_job(RunDir(Path(request["run"])), request["attempt"], request["generation"], grid=grid)
     result = Result(None, None, "", job.events)
     try:
