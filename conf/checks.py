@@ -14,6 +14,7 @@ from .budgets import budget_problems
 from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
+from .checks_parallel import layout_of, parallel_rules
 from .checks_profile import profile_rules
 from .checks_task import task_rules
 from .fields import show
@@ -51,7 +52,8 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     """
     rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules, profile_rules]
     if not config.task.cmd:  # a script of the user's own reads none of this
-        rules += [_model, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints, data_rules]
+        rules += [_model, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints]
+        rules += [parallel_rules, data_rules]
     problems = [problem for rule in rules for problem in rule(config)]
     if files:
         problems += [*root_rules(config), *image_rules(config)]
@@ -102,14 +104,16 @@ def _identity(config: Config) -> Iterator[Problem]:
 _POSITIVE = (
     "train.steps train.global_batch train.micro_batch train.eval_batches model.vocab_size model.hidden_size"
     " model.num_layers model.num_heads model.num_kv_heads model.head_dim model.ffn_size model.rope_theta"
-    " model.norm_eps model.init_std data.seq_len data.shuffle_block parallel.bucket_mb parallel.timeout optim.lr"
-    " optim.eps checkpoint.keep resilience.start_timeout resilience.save_timeout resilience.eval_timeout"
+    " model.norm_eps model.init_std data.seq_len data.shuffle_block parallel.tensor"
+    " parallel.pipeline parallel.context parallel.expert parallel.bucket_mb parallel.timeout optim.lr optim.eps"
+    " checkpoint.keep resilience.start_timeout resilience.save_timeout resilience.eval_timeout"
     " resilience.lease resilience.progress_steps tracking.interval cluster.nodes cluster.procs_per_node"
     " cluster.cpus_per_task cluster.omp_threads resilience.bad_node_hours"
 )
 _NOT_NEGATIVE = (
     "seed train.eval_interval model.z_loss model.attention_softcap model.logit_softcap model.sliding_window"
-    " data.validation_tokens data.prefetch optim.min_lr optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
+    " data.validation_tokens data.prefetch parallel.data_shard parallel.pipeline_chunks optim.min_lr"
+    " optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
     " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts"
     " resilience.backoff resilience.max_backoff"
     " cluster.gpus_per_node"
@@ -165,13 +169,16 @@ def _model(config: Config) -> Iterator[Problem]:
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    cluster, train = config.cluster, config.train
-    ranks = cluster.nodes * cluster.procs_per_node
-    if min(ranks, train.global_batch, train.micro_batch) < 1 or not train.global_batch % (train.micro_batch * ranks):
+    layout, train = layout_of(config), config.train
+    if layout is None or min(train.global_batch, train.micro_batch) < 1:
         return
+    if not train.global_batch % (train.micro_batch * layout.data):
+        return
+    ranks = layout.data
     step = train.micro_batch * ranks
     below, above = _around(train.global_batch, step)
-    message = f"not a multiple of train.micro_batch={train.micro_batch} x {ranks} processes = {step}"
+    what = "processes" if layout.world == ranks else "data-parallel ranks"
+    message = f"not a multiple of train.micro_batch={train.micro_batch} x {ranks} {what} = {step}"
     works = f"train.global_batch={f'{below} or {above}' if below else above}"
     share, rest = divmod(train.global_batch, ranks)
     if share and not rest:

@@ -14,11 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from .problems import Problem
 from .schema import Config, DataParallel
 
 
 class LayoutError(ValueError):
-    """Sizes that do not fit together."""
+    """Sizes that do not fit together: one problem with the configuration."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,9 @@ class Layout:
     def __post_init__(self) -> None:
         assert min(self.data, self.tensor, self.pipeline, self.context, self.expert) >= 1
         if self.stage % self.expert:
-            raise LayoutError(
-                f"parallel.expert = {self.expert} does not divide data x context x tensor = {self.data} x "
-                f"{self.context} x {self.tensor} = {self.stage}"
-            )
+            product = f"{self.data} x {self.context} x {self.tensor} = {self.stage}"
+            message = f"does not divide data x context x tensor = {product}; {_divisors(self.stage, self.expert)}"
+            raise LayoutError(Problem("parallel.expert", str(self.expert), message))
 
     @staticmethod
     def of(config: Config, world_size: int) -> Layout:
@@ -52,18 +56,18 @@ class Layout:
         p = config.parallel
         model_ranks = p.pipeline * p.context * p.tensor
         if world_size % model_ranks:
-            raise LayoutError(
-                f"parallel.pipeline x context x tensor = {p.pipeline} x {p.context} x {p.tensor} = {model_ranks} does "
-                f"not divide the number of processes, {world_size}"
-            )
+            field = next(f for f in ("tensor", "context", "pipeline") if getattr(p, f) > 1)
+            product = f"pipeline x context x tensor = {p.pipeline} x {p.context} x {p.tensor} = {model_ranks}"
+            message = f"{product} does not divide the number of processes, {world_size}; change one of them"
+            raise LayoutError(Problem(f"parallel.{field}", str(getattr(p, field)), message))
         data = world_size // model_ranks
         shard = data * p.context
         if p.data is DataParallel.hsdp:
             shard = p.data_shard or max(1, config.cluster.procs_per_node // p.tensor)
             if data * p.context % shard:
-                raise LayoutError(
-                    f"parallel.data_shard = {shard} does not divide data x context = {data} x {p.context}"
-                )
+                product = f"{data} x {p.context} = {data * p.context}"
+                message = f"does not divide data x context = {product}; {_divisors(data * p.context, shard)}"
+                raise LayoutError(Problem("parallel.data_shard", str(shard), message))
         return Layout(
             data, p.tensor, p.pipeline, p.context, p.expert, shard, max(1, p.tensor // config.model.num_kv_heads)
         )
@@ -150,3 +154,10 @@ class Layout:
     def index(self, axis: str, rank: int) -> int:
         """Where `rank` stands in its group."""
         return self.group(axis, rank).index(rank)
+
+
+def _divisors(value: int, wanted: int) -> str:
+    """`nearest that work: 2 or 4`: the divisors of `value` below and above `wanted`."""
+    divisors = [n for n in range(1, value + 1) if value % n == 0]
+    near = [*[n for n in divisors if n < wanted][-1:], *[n for n in divisors if n > wanted][:1]]
+    return f"nearest that work: {' or '.join(map(str, near))}"

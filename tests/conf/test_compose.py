@@ -196,8 +196,8 @@ MISTAKES = {
     "steps=3": "steps: unknown key; did you mean train.steps?",
     "optm.lr=3": "optm: unknown key; did you mean optim?",
     "xyzzy=3": (
-        "xyzzy: unknown key; the top level has: name, run_root, seed, plugins, train, model, data, parallel, optim, "
-        "precision, kernels, checkpoint, resilience, tracking, cluster, container, fabric, task, profile"
+        "xyzzy: unknown key; the top level has: name, run_root, seed, plugins, train, model, data, parallel, memory, "
+        "optim, precision, kernels, checkpoint, resilience, tracking, cluster, container, fabric, task, profile"
     ),
     "checkpoint.foo=1": "checkpoint.foo: unknown key; checkpoint has: interval, keep, at_end",
     "train.steps.x=1": "train.steps.x: unknown key; train.steps is an integer and has no `x`",

@@ -79,7 +79,7 @@ def test_the_data_axis_is_what_the_others_leave() -> None:
     ("parallel", "world", "message"),
     [
         ({"tensor": 3}, 8, "= 3 does not divide the number of processes, 8"),
-        ({"expert": 3}, 8, "parallel.expert = 3 does not divide data x context x tensor = 8 x 1 x 1 = 8"),
+        ({"expert": 3}, 8, "parallel.expert=3: does not divide data x context x tensor = 8 x 1 x 1 = 8"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(parallel: dict[str, object], world: int, message: str) -> None:

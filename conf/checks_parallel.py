@@ -1,0 +1,92 @@
+"""Rules for the layout of a run's processes: which sizes fit together, the model and the batch.
+
+Owns: `parallel_rules`, one generator per part of the trainer. A combination that cannot work is told here, never by a
+collective deep inside a run. Numbers of ranks and groups come from layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .layout import Layout, LayoutError
+from .problems import Problem
+from .schema import Config
+
+
+def parallel_rules(config: Config) -> Iterator[Problem]:
+    """Where a range rule has found a size that is not positive, nothing more is said."""
+    model, train = config.model, config.train
+    if not _sizes_are_positive(config) or min(model.num_heads, train.micro_batch, config.data.seq_len) < 1:
+        return
+    for rule in (_layout, _heads, _widths, _tokens):
+        yield from rule(config)
+
+
+def layout_of(config: Config) -> Layout | None:
+    """The layout of the whole allocation; None where the sizes do not fit, which is a problem of its own."""
+    if not _sizes_are_positive(config):
+        return None
+    try:
+        return Layout.of(config, _processes(config))
+    except LayoutError:
+        return None
+
+
+def _processes(config: Config) -> int:
+    return config.cluster.nodes * config.cluster.procs_per_node
+
+
+def _sizes_are_positive(config: Config) -> bool:
+    p = config.parallel
+    sizes = (p.tensor, p.pipeline, p.context, p.expert, config.model.num_kv_heads, _processes(config))
+    return min(sizes) >= 1 and p.data_shard >= 0
+
+
+def _layout(config: Config) -> Iterator[Problem]:
+    try:
+        Layout.of(config, _processes(config))
+    except LayoutError as error:
+        yield error.problem
+
+
+def _heads(config: Config) -> Iterator[Problem]:
+    """Query heads are cut over `tensor`; key and value heads too, or each is held by as many ranks as the others."""
+    tensor, heads, groups = config.parallel.tensor, config.model.num_heads, config.model.num_kv_heads
+    if heads % groups:
+        return  # told by the rule for the model
+    works = [t for t in range(1, heads + 1) if heads % t == 0 and (groups % t == 0 or t % groups == 0)]
+    if tensor in works:
+        return
+    if heads % tensor:
+        reason = f"does not divide model.num_heads={heads}"
+    else:
+        reason = f"neither divides model.num_kv_heads={groups} nor is a multiple of it"
+    yield Problem("parallel.tensor", str(tensor), f"{reason}; {_that_work(works, tensor)}")
+
+
+def _widths(config: Config) -> Iterator[Problem]:
+    """Vocabulary and feed-forward layers need not divide, but every rank needs a row."""
+    tensor = config.parallel.tensor
+    for name, size in (("vocab_size", config.model.vocab_size), ("ffn_size", config.model.ffn_size)):
+        if 0 < size < tensor:
+            message = f"is cut over parallel.tensor={tensor} ranks; expected at least {tensor}"
+            yield Problem(f"model.{name}", str(size), message)
+
+
+def _tokens(config: Config) -> Iterator[Problem]:
+    """Sequence parallelism cuts the flat tokens of a micro-batch evenly."""
+    p, batch, seq_len = config.parallel, config.train.micro_batch, config.data.seq_len
+    if p.tensor == 1 or not p.sequence or seq_len % p.context:
+        return
+    tokens = batch * seq_len // p.context
+    if tokens % p.tensor:
+        share = f"train.micro_batch x data.seq_len / parallel.context = {batch} x {seq_len} / {p.context} = {tokens}"
+        message = f"cuts the tokens of a micro-batch over parallel.tensor={p.tensor} ranks, which does not divide"
+        yield Problem("parallel.sequence", "true", f"{message} {share}; change one of them, or set it to false")
+
+
+def _that_work(values: Sequence[int], wanted: int) -> str:
+    """The values below and above `wanted`."""
+    below, above = [v for v in values if v < wanted], [v for v in values if v > wanted]
+    near = [str(v) for v in (*below[-1:], *above[:1])]
+    return f"nearest that work: {' or '.join(near)}"
