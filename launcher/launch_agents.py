@@ -16,15 +16,15 @@ from .container import Entry, entry, environment_inside
 from .protocol import ADDRESSES, ATTEMPT, INSIDE, LEASE, NODE, TOKEN
 from .run.bootstrap import LOCAL_DIR, local_parents
 from .run.layout import AttemptDir, RunDir
-from .srun_words import SrunWords
+from .srun_words import Failure, SrunWords
 
 
 class Launch(Protocol):
     def poll(self) -> int | None:
         """Exit code once all agents are gone, else None."""
 
-    def failures(self) -> list[tuple[str, str]]:
-        """(node, reason) of agents that are said to have failed, since the last call."""
+    def failures(self) -> list[Failure]:
+        """Agents that are said to have failed, since the last call."""
 
     def last_words(self) -> str:
         """What was said last of why nothing started; "" if nothing was."""
@@ -110,7 +110,7 @@ class _Processes:
             words.join()
         return max(codes, key=lambda c: abs(c or 0))
 
-    def failures(self) -> list[tuple[str, str]]:
+    def failures(self) -> list[Failure]:
         return [failure for words in self._words for failure in words.take()]
 
     def last_words(self) -> str:

@@ -45,7 +45,11 @@ def form_if_complete(state: State) -> Decision:
 
 def failed_at_start(state: State, e: AgentFailed) -> Decision:
     """A node's agent is gone before the first workers were formed: nothing can start without it."""
-    if state.stage is not Stage.GATHERING or e.node in state.failed:
+    if state.stage is not Stage.GATHERING:
+        return state, ()
+    if e.is_end_of_all:
+        state = replace(state, ended_all=state.ended_all | {e.node})
+    if e.node in state.failed:
         return state, ()
     agents = {n: a for n, a in state.agents.items() if n != e.node}
     state = replace(state, agents=agents, failed={**state.failed, e.node: e.reason})
@@ -62,15 +66,21 @@ def _judge(state: State) -> Decision:
     return _end_start(state, f"{_described(state)}; the other {len(ready)} came up")
 
 
+def _guilty(state: State) -> dict[str, str]:
+    """Failed nodes and how; where srun gave up for some, only those: the others' agents it killed."""
+    return {n: why for n, why in state.failed.items() if n in state.ended_all} or dict(state.failed)
+
+
 def _described(state: State) -> str:
-    nodes = sorted(state.failed, key=natural)
-    return f"no agent on {', '.join(nodes)} ({state.failed[nodes[0]]})"
+    guilty = _guilty(state)
+    nodes = sorted(guilty, key=natural)
+    return f"no agent on {', '.join(nodes)} ({guilty[nodes[0]]})"
 
 
 def _end_start(state: State, reason: str, ask: bool = True) -> Decision:
     blames = tuple(
         Blame(node, Cause.LAUNCH_FAILED, f"its agent failed at start: {why}")
-        for node, why in sorted(state.failed.items(), key=lambda pair: natural(pair[0]))
+        for node, why in sorted(_guilty(state).items(), key=lambda pair: natural(pair[0]))
     )
     outcome = requeue_or_fail(state, Cause.LAUNCH_FAILED, reason)
     node = blames[0].node if blames else None
@@ -80,7 +90,7 @@ def _end_start(state: State, reason: str, ask: bool = True) -> Decision:
 
 def launch_failed(state: State, reason: str) -> Decision:
     """srun is gone before all had joined. If it named some nodes and not all, they are to blame."""
-    if 0 < len(state.failed) < state.settings.nodes:
+    if 0 < len(_guilty(state)) < state.settings.nodes:
         return _end_start(state, f"{reason}; {_described(state)}")
     return _end_start(replace(state, failed={}), reason)
 

@@ -117,6 +117,7 @@ class State:
     store_due: float | None = None  # when the store is given up and asked of another node
     is_store_moved: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)  # nodes that failed at start, and how
+    ended_all: frozenset[str] = frozenset()  # those for which srun gave up: the others failed for no fault of their own
     start_crashes: tuple[str | None, ...] = ()  # node of each crash in a row at start; None: of another trouble
     is_released: bool = False  # the agents were let go to make srun end
     ranks: Mapping[int, RankView] = field(default_factory=dict)
@@ -182,6 +183,7 @@ class AgentFailed:
 
     node: str
     reason: str
+    is_end_of_all: bool = False  # for this one srun gives up and kills the others' agents
 
 
 @dataclass(frozen=True)

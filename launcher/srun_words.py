@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, NamedTuple
 
 from .jobnodes import hostnames
 
@@ -21,12 +21,19 @@ _LONGEST = 300  # characters of a line that go into a reason
 _LAUNCH = re.compile(r"srun: error: .*failed on node (\S+?): (.+)")
 
 
-def failures_in(line: str) -> Iterator[tuple[str, str]]:
-    """(node, reason) for every node that a line names as failed."""
-    found = _TASK.search(line) or _LAUNCH.search(line)
-    if found:
+class Failure(NamedTuple):
+    """A node that a line names as failed."""
+
+    node: str
+    reason: str
+    is_end_of_all: bool = False  # srun could start nothing on it, gives up, and kills what it has started elsewhere
+
+
+def failures_in(line: str) -> Iterator[Failure]:
+    task, launch = _TASK.search(line), _LAUNCH.search(line)
+    if found := task or launch:
         for node in hostnames(found[1]):
-            yield node, found[2].strip()
+            yield Failure(node, found[2].strip(), is_end_of_all=task is None)
 
 
 def telling(line: str) -> str:
@@ -42,7 +49,7 @@ class SrunWords:
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._lock = threading.Lock()
-        self._found: list[tuple[str, str]] = []
+        self._found: list[Failure] = []
         self._last = ""
         self._thread = threading.Thread(target=self._read, name="srun", daemon=True)
         self._thread.start()
@@ -66,7 +73,7 @@ class SrunWords:
         with self._lock:
             return self._last
 
-    def take(self) -> list[tuple[str, str]]:
+    def take(self) -> list[Failure]:
         """Failures since the last call."""
         with self._lock:
             found, self._found = self._found, []

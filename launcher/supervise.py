@@ -213,8 +213,8 @@ class Supervisor:
             else:
                 self._feed(event)
         code = None if self.launch_ended or self.agents.any_connected() else launch.poll()
-        for node, reason in launch.failures():
-            self._feed(p.AgentFailed(node, reason))
+        for failure in launch.failures():
+            self._feed(p.AgentFailed(*failure))
         if code is not None:
             self.launch_ended = True
             self._feed(p.LaunchEnded(code, launch.last_words()))

@@ -54,6 +54,34 @@ def test_a_launch_that_slurm_gives_up_blames_the_node_that_it_names() -> None:
     assert blames(s.feed(p.LaunchEnded(1))) == [("n2", Cause.LAUNCH_FAILED, False)]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_node_that_srun_cannot_reach_is_to_blame_and_not_those_that_it_kills_for_it(is_first: bool) -> None:
+    s = Scene(THREE)
+    s.feed(p.AgentJoined("n1", "a"))
+    unreached = p.AgentFailed("n2", "Communication connection failure", is_end_of_all=True)
+    killed = [p.AgentLost("n1", "end of stream", is_closed=True), p.AgentFailed("n3", "Killed")]
+    assert s.feed(*([unreached, *killed] if is_first else [*killed, unreached])) == []
+    actions = s.feed(p.LaunchEnded(233))
+    assert blames(actions) == [("n2", Cause.LAUNCH_FAILED, False)]
+    outcome = s.finish(actions).outcome
+    assert (outcome.cause, outcome.next, outcome.node) == (Cause.LAUNCH_FAILED, Next.REQUEUE, "n2")
+
+
+def test_a_node_whose_agent_srun_kills_for_another_is_not_blamed_while_a_third_is_still_up() -> None:
+    s = Scene(THREE)
+    s.feed(*(event for n in ("n1", "n3") for event in (p.AgentJoined(n, "a"), p.AgentReady(n))))
+    assert s.feed(p.AgentLost("n3", "end of stream", is_closed=True)) == []
+    actions = s.feed(p.AgentFailed("n2", "Communication connection failure", is_end_of_all=True))
+    assert blames(actions) == [("n2", Cause.LAUNCH_FAILED, False)]
+    assert s.finish(actions).outcome.reason == "no agent on n2 (Communication connection failure); the other 1 came up"
+
+
+def test_when_srun_can_reach_no_node_none_is_to_blame() -> None:
+    s = Scene()
+    s.feed(*(p.AgentFailed(n, "Communication connection failure", is_end_of_all=True) for n in ("n1", "n2")))
+    assert blames(s.feed(p.LaunchEnded(233))) == []
+
+
 def slow_start(nodes: int, *ready: int) -> list[tuple[str, Cause, bool]]:
     """Who is blamed for the nodes that are not ready in time."""
     s = Scene(replace(SETTINGS, nodes=nodes, names=tuple(f"n{i}" for i in range(1, nodes + 1))))

@@ -12,23 +12,23 @@ from stoker.launcher.srun_words import SrunWords, failures_in
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("srun: error: n2: task 1: Exited with exit code 127\n", [("n2", "Exited with exit code 127")]),
-        ("srun: error: n2: task 1: Killed\n", [("n2", "Killed")]),
-        ("srun: error: n2,n4: tasks 1,3: Terminated\n", [("n2", "Terminated"), ("n4", "Terminated")]),
+        ("srun: error: n2: task 1: Exited with exit code 127\n", [("n2", "Exited with exit code 127", False)]),
+        ("srun: error: n2: task 1: Killed\n", [("n2", "Killed", False)]),
+        ("srun: error: n2,n4: tasks 1,3: Terminated\n", [("n2", "Terminated", False), ("n4", "Terminated", False)]),
         (
             "srun: error: n[2-3]: tasks 1-2: Exited with exit code 1\n",
-            [("n2", "Exited with exit code 1"), ("n3", "Exited with exit code 1")],
+            [("n2", "Exited with exit code 1", False), ("n3", "Exited with exit code 1", False)],
         ),
         (
             "srun: error: Task launch for StepId=7.0 failed on node n2: Communication connection failure\n",
-            [("n2", "Communication connection failure")],
+            [("n2", "Communication connection failure", True)],
         ),
         ("srun: error: Application launch failed: Communication connection failure\n", []),
         ("srun: launch/slurm: _step_signal: Terminating StepId=7.0\n", []),
         ("anything else: task 1: Exited\n", []),
     ],
 )
-def test_nodes_that_failed(line: str, found: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_failed(line: str, found: list[tuple[str, str, bool]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(srun_words, "hostnames", lambda text: ["n2", "n3"] if "[" in text else text.split(","))
     assert list(failures_in(line)) == found
 
@@ -40,7 +40,7 @@ def test_words_are_passed_on_and_kept(capfd: pytest.CaptureFixture[str]) -> None
         os.write(writer, b"hello\nsrun: error: n2: task 1: Killed\nno end")
         os.close(writer)
         words.join()
-        assert words.take() == [("n2", "Killed")]
+        assert words.take() == [("n2", "Killed", False)]
         assert words.take() == []
     assert capfd.readouterr().err == "hello\nsrun: error: n2: task 1: Killed\nno end"
 

@@ -32,6 +32,7 @@ class Zygote:
     def __init__(self, run: RunDir, env: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
+        self.channels = [self.channel]
         self.pending: dict[Channel, deque[dict[str, Any]]] = {}
         self.run = run
         self.log = os.open(run.path / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -47,7 +48,8 @@ class Zygote:
         message = {"kind": "fork", "what": what, "id": ident, "spec": spec, "env": {}}
         self.channel.send(message, (self.log, theirs.fileno(), *fds))
         theirs.close()
-        return int(self.receive(self.channel, "forked")["pid"]), Channel(ours)
+        self.channels.append(Channel(ours))
+        return int(self.receive(self.channel, "forked")["pid"]), self.channels[-1]
 
     def receive(self, channel: Channel, word: str, patience: float = 60.0) -> dict[str, Any]:
         """Read until a message of this kind, or a report of this event, comes."""
@@ -71,6 +73,8 @@ class Zygote:
         self.process.kill()
         self.process.wait()
         os.close(self.log)
+        for channel in self.channels:
+            channel.close()
 
 
 class Team:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from stoker.launcher.avoid import run_id
+from stoker.launcher.rehearsal.cluster import Cluster
+from stoker.launcher.rehearsal.spec import ClusterSpec
 from stoker.launcher.rehearsal.trial import Trial, wait_for
 from stoker.launcher.run.badnodes import known
-from stoker.launcher.run.outcome import Cause
+from stoker.launcher.run.outcome import Cause, Next
 
 pytestmark = pytest.mark.slurm
 
@@ -38,6 +42,23 @@ def test_a_node_that_fails_every_launch_is_left_out(lab: Any, same: Callable[...
         assert other.wait_end().cause is Cause.FINISHED, other.story()
         assert len(other.outcomes()) == 1
         assert not {"n1", "n3"} & set(other.nodes())
+
+
+def test_a_node_that_is_dead_before_slurm_knows_is_to_blame_and_no_other(
+    slurm_available: None, isolated_spec: ClusterSpec, short_directory: Path, lab_on: Callable[[Cluster], Any]
+) -> None:
+    """srun ends seconds after it could not reach n2, long before Slurm sets n2 down, and kills n1's agent for it."""
+    short_directory.parent.chmod(0o755)
+    with Cluster.start(replace(isolated_spec, nodes=3, slurmd_timeout=300), short_directory) as cluster:
+        cluster.crash("n2")
+        run = lab_on(cluster).launch("dead")
+        first = run.wait_outcome(1)
+        assert (first.cause, first.next, first.node) == (Cause.LAUNCH_FAILED, Next.REQUEUE, "n2"), run.story()
+        assert list(known(run.dir.path.parent / ".bad-nodes", run_id(run.dir))) == ["n2"]
+        # Slurm starts it once n2 is down, or answers, so that the job is not on it any more.
+        job = cluster.run(["scontrol", "-o", "show", "job", run.job_id]).stdout
+        assert " Restarts=1 " in job
+        assert " ExcNodeList=n2 " in job
 
 
 def test_a_mistake_in_the_set_up_ends_soon_and_says_so(lab: Any) -> None:

@@ -156,9 +156,7 @@ class Crew:
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=PATIENCE)
+        self._process.communicate(timeout=PATIENCE)  # closes its input: that is its end
 
     def start(
         self,
