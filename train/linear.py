@@ -74,11 +74,22 @@ class WeightGradients:
         else:
             work()
 
-    def drain(self) -> None:
-        """Do all queued work, in the order it came."""
+    def take(self) -> Callable[[], None]:
+        """Empty the queue; the queued work, in the order it came, is what the result does when called.
+
+        So the weight gradients of one backward pass stay apart from those of the next (a pipeline's `dw_builder`).
+        """
         waiting, self._waiting = self._waiting, []
-        for work in waiting:
-            work()
+
+        def work() -> None:
+            for each in waiting:
+                each()
+
+        return work
+
+    def drain(self) -> None:
+        """Do all queued work."""
+        self.take()()
 
     def clear(self) -> None:
         """Drop queued work: its step is void."""
