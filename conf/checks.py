@@ -25,8 +25,11 @@ from .schema import Config, Continuation, ParamDtype, Schedule
 # The ops of stoker.kernels, which this package does not import, and the implementations it may be asked for.
 OPS = (
     "rmsnorm",
+    "layernorm",
     "rope",
     "swiglu",
+    "geglu",
+    "gelu",
     "cross_entropy",
     "cross_entropy_stats",
     "cross_entropy_grad",

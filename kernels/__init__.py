@@ -11,6 +11,7 @@ from .dispatch import select
 from .implementations import IMPLEMENTATIONS, Implementation
 from .ops import OP_NAMES, Choice, Ops
 from .rope import rope_cos_sin
+from .softcap import softcap, softcap_, softcap_slope
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -21,4 +22,7 @@ __all__ = [
     "losses_from_stats",
     "rope_cos_sin",
     "select",
+    "softcap",
+    "softcap_",
+    "softcap_slope",
 ]

@@ -65,6 +65,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *(_reference(op) for op in OP_NAMES),
     *(_native(op) for op in OP_NAMES),
     _apex("rmsnorm", "fused_layer_norm_cuda", "APEX_CUDA_EXT"),
+    _apex("layernorm", "fused_layer_norm_cuda", "APEX_CUDA_EXT"),
     _apex("rope", "fused_rotary_positional_embedding", "APEX_CUDA_EXT"),
     _apex("cross_entropy", "xentropy_cuda", "APEX_XENTROPY"),
     _apex("adamw", "amp_C", "APEX_CUDA_EXT"),

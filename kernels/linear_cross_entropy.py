@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .cross_entropy import check_targets, exp_stats, exp_to_grad, losses_from_stats
 from .numerics import accumulate_dtype, apply, flat_tokens
+from .softcap import softcap_, softcap_slope
 
 WeightGradSink = Callable[[Tensor], None]
 
@@ -35,6 +36,7 @@ class LinearCrossEntropy(Protocol):
         token_grad: float | None = None,
         grad_weight_out: WeightGradSink | None = None,
         chunk_tokens: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor: ...
     @overload
     def __call__(
@@ -49,6 +51,7 @@ class LinearCrossEntropy(Protocol):
         token_grad: float | None = None,
         grad_weight_out: WeightGradSink | None = None,
         chunk_tokens: int | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -62,6 +65,7 @@ def linear_cross_entropy(
     token_grad: float | None = None,
     grad_weight_out: WeightGradSink | None = None,
     chunk_tokens: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """cross_entropy(x @ weight.T, targets), see there for losses, ignored targets, z_loss and return_lse.
 
@@ -74,6 +78,7 @@ def linear_cross_entropy(
     grad_weight_out: called once per backward with the weight's gradient [V, D] in promote_types(dtype, float32), the
     receiver's to keep and overwrite; autograd then sees no gradient for weight.
     chunk_tokens: tokens per chunk; None chooses from V alone.
+    softcap: logits become softcap * tanh(logit / softcap), see softcap.py; None leaves them as they are.
     Returns losses [...] in promote_types(dtype, float32), or (losses, lse). Raises ValueError on shapes and targets.
     """
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
@@ -94,6 +99,7 @@ def linear_cross_entropy(
         token_grad=token_grad if wants_grad else None,
         sink=grad_weight_out,
         weight_grad=weight.requires_grad or grad_weight_out is not None,
+        softcap=softcap,
     )
     # Without an edge to the weight, a backward split into inputs and weights runs this function once, not twice.
     edge = weight.detach() if grad_weight_out is not None and x.requires_grad else weight
@@ -114,6 +120,7 @@ class _Plan:
     token_grad: float | None
     sink: WeightGradSink | None
     weight_grad: bool
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -149,10 +156,15 @@ def _sweep(flat: _Flat, plan: _Plan, grad_losses: Tensor | None) -> tuple[Tensor
     losses, lse = flat.x.new_empty(n_tokens), flat.x.new_empty(n_tokens)
     gradients = _Gradients(flat, plan) if grad_losses is not None else None
     buffer = flat.x.new_empty(min(plan.chunk, n_tokens), n_classes)
+    slopes = torch.empty_like(buffer) if plan.softcap and gradients is not None else None
     for start in range(0, n_tokens, plan.chunk):
         tokens = slice(start, min(start + plan.chunk, n_tokens))
         targets = flat.targets[tokens]
         logits = torch.mm(flat.x[tokens], flat.weight.t(), out=buffer[: targets.shape[0]])
+        if plan.softcap:
+            softcap_(logits, plan.softcap)
+            if slopes is not None:
+                softcap_slope(logits, plan.softcap, out=slopes[: targets.shape[0]])
         maximum, sumexp, target_logit, exps = exp_stats(logits, targets, 0, out=logits)
         losses[tokens], lse[tokens] = losses_from_stats(
             maximum, sumexp, target_logit, targets, plan.ignore_index, plan.z_loss
@@ -160,7 +172,10 @@ def _sweep(flat: _Flat, plan: _Plan, grad_losses: Tensor | None) -> tuple[Tensor
         if gradients is not None and grad_losses is not None:
             grad = grad_losses[tokens]
             factor = grad * (1 + 2 * plan.z_loss * lse[tokens]) / sumexp
-            gradients.add(flat, tokens, exp_to_grad(exps, factor, grad, targets, 0, plan.ignore_index, out=exps))
+            grad_logits = exp_to_grad(exps, factor, grad, targets, 0, plan.ignore_index, out=exps)
+            if slopes is not None:
+                grad_logits.mul_(slopes[: targets.shape[0]])
+            gradients.add(flat, tokens, grad_logits)
     return losses, lse, gradients
 
 

@@ -11,7 +11,10 @@ from .adamw import AdamW
 from .attention import Attention
 from .cross_entropy import CrossEntropy, CrossEntropyGrad, CrossEntropyStats
 from .dropout import Dropout
+from .geglu import GeGlu
+from .gelu import Gelu
 from .l2norm import L2Norm
+from .layernorm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropy
 from .rmsnorm import RmsNorm
 from .rope import Rope
@@ -35,8 +38,11 @@ class Ops:
     """Callables with the signatures of their files; `choices` says what they are, one entry per op."""
 
     rmsnorm: RmsNorm
+    layernorm: LayerNorm
     rope: Rope
     swiglu: SwiGlu
+    geglu: GeGlu
+    gelu: Gelu
     attention: Attention
     cross_entropy: CrossEntropy
     cross_entropy_stats: CrossEntropyStats

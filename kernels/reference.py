@@ -4,7 +4,10 @@ from .adamw import adamw
 from .attention import attention
 from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_stats
 from .dropout import dropout
+from .geglu import geglu
+from .gelu import gelu
 from .l2norm import l2norm
+from .layernorm import layernorm
 from .linear_cross_entropy import linear_cross_entropy
 from .rmsnorm import rmsnorm
 from .rope import rope
@@ -17,7 +20,10 @@ __all__ = [
     "cross_entropy_grad",
     "cross_entropy_stats",
     "dropout",
+    "geglu",
+    "gelu",
     "l2norm",
+    "layernorm",
     "linear_cross_entropy",
     "rmsnorm",
     "rope",

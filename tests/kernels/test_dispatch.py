@@ -8,7 +8,7 @@ import torch
 from stoker.kernels import IMPLEMENTATIONS, OP_NAMES, Implementation, reference, select
 
 
-def fast_rmsnorm(x, weight, eps, residual=None):
+def fast_rmsnorm(x, weight, eps, residual=None, offset=0.0):
     return x * 0
 
 
@@ -30,8 +30,11 @@ def refusal(config, device="cpu"):
 def test_the_ops_of_this_package():
     assert OP_NAMES == (
         "rmsnorm",
+        "layernorm",
         "rope",
         "swiglu",
+        "geglu",
+        "gelu",
         "attention",
         "cross_entropy",
         "cross_entropy_stats",
@@ -63,8 +66,8 @@ def test_an_explicit_choice_says_where_it_came_from():
     lines = [str(c) for c in select({"default": "reference", "rope": "reference"}).choices]
     assert lines[:3] == [
         "kernels.rmsnorm = reference (by kernels.default)",
+        "kernels.layernorm = reference (by kernels.default)",
         "kernels.rope = reference (as configured)",
-        "kernels.swiglu = reference (by kernels.default)",
     ]
 
 
@@ -94,7 +97,7 @@ def test_an_op_without_that_implementation_says_what_to_choose():
 
 def test_unknown_names_come_with_the_nearest_and_the_known_all_at_once():
     first, second, third = refusal({"rmsnrom": "auto", "rope": "refrence", "default": "zzz"})
-    assert first.startswith("kernels.rmsnrom: unknown op, did you mean rmsnorm? known: default, rmsnorm, rope, ")
+    assert first.startswith("kernels.rmsnrom: unknown op, did you mean rmsnorm? known: default, rmsnorm, layernorm, ")
     assert second == (
         "kernels.rope=refrence: unknown implementation, did you mean reference? known: apex, auto, native, reference"
     )
@@ -140,10 +143,10 @@ def test_loading_happens_only_for_what_was_chosen():
 
 
 def test_an_implementation_with_another_signature_is_refused():
-    def drifted(x, weight, epsilon, residual=None):
+    def drifted(x, weight, epsilon, residual=None, offset=0.0):
         return x
 
-    with pytest.raises(TypeError, match=r"kernels.rmsnorm=native: signature \(x, weight, epsilon, residual=None\)"):
+    with pytest.raises(TypeError, match=r"kernels.rmsnorm=native: signature \(x, weight, epsilon, residual=None"):
         select(implementations=[*without_native(), row(load=lambda: drifted)])
 
 
@@ -170,7 +173,8 @@ def test_ops_compile_without_graph_breaks():
         y, total = ops.rmsnorm(x, weight, 1e-5, x * 2)
         q, k = ops.rope(y.unflatten(-1, (2, 8)), y.unflatten(-1, (2, 8)), positions, inv_freq)
         z = ops.attention(q, k, q, window=3).flatten(2)
-        z = ops.swiglu(z, total)
+        z = ops.geglu(ops.swiglu(z, total), ops.gelu(total))
+        z = ops.layernorm(z, weight, weight, 1e-5)
         return ops.cross_entropy(z @ head.T, positions).sum()
 
     x, head = torch.randn(2, 6, 16, requires_grad=True), torch.randn(11, 16, requires_grad=True)

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from stoker.kernels.reference import rmsnorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
@@ -89,3 +90,15 @@ def test_shapes_that_do_not_fit_are_named():
         rmsnorm(torch.ones(2, 8), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match="both must be alike"):
         rmsnorm(torch.ones(2, 8), torch.ones(8), 1e-5, torch.ones(2, 8, dtype=torch.bfloat16))
+
+
+def test_an_offset_is_added_to_the_weight_as_in_gemma():
+    module = Gemma2RMSNorm(48, eps=1e-6)
+    module.weight.data.uniform_(-0.5, 0.5)
+    x = torch.randn(2, 9, 48)
+    found = grads(lambda a, w: rmsnorm(a, w, 1e-6, offset=1.0), x, module.weight)
+    theirs = grads(lambda a, w: torch.func.functional_call(module, {"weight": w}, a), x, module.weight)
+    torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-5)
+    # The sum is taken in float32: 1 + 2^-9 is 1 in bf16.
+    y = rmsnorm(torch.full((1, 4), 256.0), torch.full((4,), 2.0**-9).bfloat16(), 0.0, offset=1.0)
+    assert y.unique().tolist() == [1.001953125]

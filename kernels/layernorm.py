@@ -1,0 +1,56 @@
+"""Layer normalisation, optionally with the residual addition in front of it: signature and reference.
+
+Does not know where in a block it is used; sharding a hidden dimension is the caller's concern.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, overload
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .numerics import accumulate_dtype
+
+
+class LayerNorm(Protocol):
+    """The signature of `layernorm`, see there."""
+
+    @overload
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: None = None) -> Tensor: ...
+    @overload
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def layernorm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (Ba et al. 2016,
+    arXiv:1607.06450); the variance is the mean squared deviation.
+
+    x: [..., D], any floating dtype and strides. weight, bias: [D], any floating dtype. eps: inside the root.
+    residual: None, or of x's shape and dtype; then x + residual, rounded to x's dtype, is what is normalised.
+    Returns y: [..., D] in x's dtype; with residual (y, x + residual). All is computed in the accumulation dtype and
+    rounded once. Raises ValueError when weight, bias or residual does not fit x.
+    """
+    if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"layernorm: weight has shape {tuple(weight.shape)}, bias {tuple(bias.shape)}, "
+            f"x needs {tuple(x.shape[-1:])} of both"
+        )
+    if residual is None:
+        return _normalise(x, weight, bias, eps)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"layernorm: residual is {residual.dtype} {tuple(residual.shape)}, x is {x.dtype} {tuple(x.shape)}; "
+            "both must be alike"
+        )
+    total = x + residual
+    return _normalise(total, weight, bias, eps), total
+
+
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    wide = accumulate_dtype(x.dtype)
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps).to(x.dtype)
