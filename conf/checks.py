@@ -1,7 +1,8 @@
 """Rules between fields: what the types allow and a run cannot be.
 
-Owns: `check` and the rules for training itself. Those for the cluster are checks_cluster.py's, those that look at data
-files checks_data.py's. Every rule is a generator of problems over a whole configuration; nothing here raises.
+Owns: `check` and the rules for training itself. Those for the model are checks_model.py's, for the cluster
+checks_cluster.py's, those that look at data files checks_data.py's. Every rule is a generator of problems over a whole
+configuration; nothing here raises.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from .budgets import budget_problems
 from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
+from .checks_model import around, model_rules, nearest_of
 from .checks_parallel import layout_of, parallel_rules
 from .checks_profile import profile_rules
 from .checks_task import task_rules
@@ -55,7 +57,7 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     """
     rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules, profile_rules]
     if not config.task.cmd:  # a script of the user's own reads none of this
-        rules += [_model, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints]
+        rules += [model_rules, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints]
         rules += [parallel_rules, data_rules]
     problems = [problem for rule in rules for problem in rule(config)]
     if files:
@@ -107,7 +109,9 @@ def _identity(config: Config) -> Iterator[Problem]:
 _POSITIVE = (
     "train.steps train.global_batch train.micro_batch train.eval_batches model.vocab_size model.hidden_size"
     " model.num_layers model.num_heads model.num_kv_heads model.head_dim model.ffn_size model.rope_theta"
-    " model.norm_eps model.init_std data.seq_len data.shuffle_block parallel.tensor"
+    " model.norm_eps model.rope_theta_local model.rope_factor model.rope_original_length model.rope_low_freq_factor"
+    " model.rope_high_freq_factor model.rope_beta_fast model.rope_beta_slow model.attention_scale"
+    " model.embedding_scale model.init_std data.seq_len data.shuffle_block parallel.tensor"
     " parallel.pipeline parallel.context parallel.expert parallel.bucket_mb parallel.timeout optim.lr optim.eps"
     " checkpoint.keep resilience.start_timeout resilience.save_timeout resilience.eval_timeout"
     " resilience.lease resilience.progress_steps tracking.interval cluster.nodes cluster.procs_per_node"
@@ -115,6 +119,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "seed train.eval_interval model.z_loss model.attention_softcap model.logit_softcap model.sliding_window"
+    " model.global_every model.max_positions model.norm_offset"
     " data.validation_tokens data.prefetch parallel.data_shard parallel.pipeline_chunks optim.min_lr"
     " optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
     " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts"
@@ -149,28 +154,6 @@ def _value(config: Config, field: str) -> Any:
     return value
 
 
-def _model(config: Config) -> Iterator[Problem]:
-    model = config.model
-    heads, groups, hidden = model.num_heads, model.num_kv_heads, model.hidden_size
-    if min(heads, groups, hidden) < 1:
-        return
-    if heads % groups:
-        near = _nearest_of([n for n in range(1, heads + 1) if heads % n == 0], groups)
-        yield Problem("model.num_kv_heads", str(groups), f"does not divide model.num_heads={heads}; nearest: {near}")
-    if model.head_dim is None and hidden % heads:
-        below, above = _around(hidden, heads)
-        message = f"not a multiple of model.num_heads={heads}; nearest: {below} or {above}, or set model.head_dim"
-        yield Problem("model.hidden_size", str(hidden), message)
-    elif model.head_dim is None and (hidden // heads) % 2:
-        message = f"gives heads of {hidden // heads}; rotary embedding turns pairs, so set an even model.head_dim"
-        yield Problem("model.hidden_size", str(hidden), message)
-    elif model.head_dim is not None and model.head_dim % 2:
-        yield Problem("model.head_dim", str(model.head_dim), "expected an even number: rotary embedding turns pairs")
-    if model.sliding_window >= config.data.seq_len > 0:
-        message = f"has no effect on samples of data.seq_len={config.data.seq_len}; 0 says the same"
-        yield Problem("model.sliding_window", str(model.sliding_window), message, "warning")
-
-
 def _batch(config: Config) -> Iterator[Problem]:
     layout, train = layout_of(config), config.train
     if layout is None or min(train.global_batch, train.micro_batch) < 1:
@@ -179,24 +162,15 @@ def _batch(config: Config) -> Iterator[Problem]:
         return
     ranks = layout.data
     step = train.micro_batch * ranks
-    below, above = _around(train.global_batch, step)
+    below, above = around(train.global_batch, step)
     what = "processes" if layout.world == ranks else "data-parallel ranks"
     message = f"not a multiple of train.micro_batch={train.micro_batch} x {ranks} {what} = {step}"
     works = f"train.global_batch={f'{below} or {above}' if below else above}"
     share, rest = divmod(train.global_batch, ranks)
     if share and not rest:
-        fits = _nearest_of([n for n in range(1, share + 1) if share % n == 0], train.micro_batch)
+        fits = nearest_of([n for n in range(1, share + 1) if share % n == 0], train.micro_batch)
         works += f", or train.micro_batch={fits}"
     yield Problem("train.global_batch", str(train.global_batch), f"{message}; nearest that work: {works}")
-
-
-def _around(value: int, step: int) -> tuple[int, int]:
-    """The multiples of `step` below and above."""
-    return value // step * step, (value // step + 1) * step
-
-
-def _nearest_of(values: Sequence[int], wanted: int) -> int:
-    return min(values, key=lambda n: (abs(n - wanted), n))
 
 
 def _steps(config: Config) -> Iterator[Problem]:

@@ -169,14 +169,14 @@ class ModelConfig:
     norm: Norm = Norm.rmsnorm  # of the residual stream
     norm_order: NormOrder = NormOrder.pre  # where it stands
     norm_eps: float = 1e-5
-    norm_offset: float = 0.0  # added to the weight of each RMSNorm; 1 in Gemma, whose weights start at 0
+    norm_offset: float = 0.0  # added to the weight of each RMSNorm, which then starts at 1 - norm_offset (Gemma: 1)
     qk_norm: QkNorm = QkNorm.none  # RMSNorm on queries and keys
     qkv_bias: bool = False  # biases on the projections to queries, keys and values
     linear_bias: bool = False  # biases on all other projections of the blocks
     positions: Positions = Positions.rope
     max_positions: int = 0  # rows of the learned position embedding; at least data.seq_len
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_theta_local: float | None = None  # that of layers with a sliding window; default: rope_theta
+    rope_theta_local: float | None = None  # of layers with a sliding window, without rope_scaling; default: as all
     rope_scaling: RopeScaling = RopeScaling.none
     rope_factor: float = 1.0  # of rope_scaling: how many times longer contexts get
     rope_original_length: int = 8192  # context that the frequencies were made for (llama3, yarn)

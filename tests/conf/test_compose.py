@@ -22,6 +22,7 @@ from stoker.conf.schema import ClusterKind, Config, Schedule
 from stoker.conf.yaml_files import check_file, choices, package_of
 
 CHOICES = {group: names for group, names in choices([DIRECTORY]).items() if group in default_groups()}
+MODELS = ", ".join(CHOICES["model"])
 EACH_CHOICE = [f"{group}={name}" for group, names in CHOICES.items() for name in names]
 
 
@@ -186,7 +187,7 @@ def test_composing_leaves_the_hydra_of_an_embedding_program_alone(tmp_path: Path
 def test_three_mistakes_give_three_lines() -> None:
     assert messages("optim.lrr=1", "model=tinny", "train.steps=abc") == [
         "optim.lrr: unknown key; did you mean optim.lr?",
-        "model=tinny: no such choice; model has: llama-160m, llama-1b, llama-8b, small, tiny; nearest: tiny",
+        f"model=tinny: no such choice; model has: {MODELS}; nearest: tiny",
         "train.steps=abc: expected an integer",
     ]
 
@@ -224,12 +225,10 @@ MISTAKES = {
     "data.sources=[{prefix: a, weight: x}]": "data.sources.0.weight=x: expected a number",
     "optim.lr=1,2": "optim.lr=1,2: several values; give one",
     "seed=[": "seed=[: cannot be read; put quotes within the quotes: \"seed='...'\"",
-    "model=null": "model=null: one must be chosen; model has: llama-160m, llama-1b, llama-8b, small, tiny",
-    "~model": "model: one must be chosen; model has: llama-160m, llama-1b, llama-8b, small, tiny",
+    "model=null": f"model=null: one must be chosen; model has: {MODELS}",
+    "~model": f"model: one must be chosen; model has: {MODELS}",
     "experiment=nope": "experiment=nope: no such choice; experiment has: demo, pretrain-160m, smoke",
-    "model=tiny.yaml": (
-        "model=tiny.yaml: no such choice; model has: llama-160m, llama-1b, llama-8b, small, tiny; nearest: tiny"
-    ),
+    "model=tiny.yaml": f"model=tiny.yaml: no such choice; model has: {MODELS}; nearest: tiny",
     "~optim.lr": "optim.lr: a field cannot be removed; set it to the value it should have",
     "model@foo=tiny": "model@foo: packages are not used here; write model=...",
     "hydra.run.dir=x": "hydra.run.dir: Hydra's own settings have no effect here; leave it out",

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stoker.conf.compose import compose
+from stoker.conf.compose import DIRECTORY, compose
 from stoker.conf.problems import ConfigError
+from stoker.conf.yaml_files import choices
 
+MODELS = ", ".join(choices([DIRECTORY])["model"])
 GLOBAL = "# @package _global_\n"
 
 
@@ -94,7 +96,7 @@ hydra: {}
     assert [
         line.removeprefix("DIR/experiment/bad.yaml:").partition(" expected a mapping")[0] for line in found[1:]
     ] == [
-        "3: model=tinny: no such choice; model has: llama-160m, llama-1b, llama-8b, small, tiny; nearest: tiny",
+        f"3: model=tinny: no such choice; model has: {MODELS}; nearest: tiny",
         "4: modle: no such group; did you mean model?",
         "6: train.stepss: unknown key; did you mean train.steps?",
         "7: train.global_batch=a: expected an integer",
