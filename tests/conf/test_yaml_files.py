@@ -112,7 +112,8 @@ hydra: {}
         "22: model=null:",
         "23: seed=???: has no effect, because every field has a default; leave it out",
         "24: hydra: unknown key; the top level has: name, run_root, seed, plugins, train, model, data, parallel, "
-        "memory, optim, precision, kernels, checkpoint, resilience, tracking, cluster, container, fabric, task, profile",
+        "memory, optim, precision, kernels, checkpoint, resilience, tracking, cluster, container, fabric, task, "
+        "profile",
     ]
 
 
