@@ -90,7 +90,10 @@ def test_follow_goes_on_over_a_requeue_and_ends_with_the_run(run: RunDir, fake_s
     Outcome(Cause.PREEMPTED, Next.REQUEUE, 75, "preempted").write(run.attempt(2))
 
     def go_on() -> None:
-        time.sleep(0.3)
+        # Of what its first look finds it shows nothing; Slurm is asked after that.
+        deadline = time.monotonic() + 30
+        while not fake_slurm.calls("squeue") and time.monotonic() < deadline:
+            time.sleep(0.02)
         third = claim(run)
         third.log("n5").write_text("went on\n")
         third.start.write_text('{"submission": 1}')

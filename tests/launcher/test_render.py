@@ -159,8 +159,9 @@ def test_warning_signal_is_ignored_when_python_starts(tmp_path: Path) -> None:
 
 
 def test_warning_during_set_up_is_kept_for_the_supervisor(tmp_path: Path) -> None:
-    ready = tmp_path / "ready"
-    config = Config(cluster=ClusterConfig(setup=[f"touch '{ready}'; sleep 0.5"]))
+    ready, go_on = tmp_path / "ready", tmp_path / "go-on"
+    set_up = f"touch '{ready}'; while ! [ -e '{go_on}' ]; do sleep 0.02; done"
+    config = Config(cluster=ClusterConfig(setup=[set_up]))
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     file = tmp_path / "submit.sbatch"
@@ -170,6 +171,7 @@ def test_warning_during_set_up_is_kept_for_the_supervisor(tmp_path: Path) -> Non
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
+    go_on.touch()
     assert process.wait(timeout=20) == 0
     assert json.loads((tmp_path / "seen").read_text())["env"]["STOKER_WARNED"] == "1"
 

@@ -191,9 +191,11 @@ def test_the_stop_signal_comes_once_and_whatever_follows_is_a_stop(agent: Any) -
 
 def test_a_stop_that_is_only_proposed_is_not_told(agent: Any) -> None:
     a = agent()
-    a.sh("trap 'echo asked' TERM; echo ready; sleep 0.5; exit 0")
+    a.sh("trap 'echo asked' TERM; echo ready; while ! [ -e go ]; do sleep 0.02; done; exit 0")
     a.says("ready")
     a.stop(committed=False)
+    time.sleep(0.3)
+    (a.run.path.parent / "go").touch()
     assert a.end() == 0
     assert "asked" not in a.log()
 
@@ -315,6 +317,7 @@ def test_a_heartbeat_of_absurd_numbers_is_ignored_and_told_once(agent: Any) -> N
         "beat('7 2'); time.sleep(60)"
     )
     a.receive(lambda: segment.read_heartbeat().step == 7)
+    a.says("not taken as metrics")  # what is told comes by way of a thread
     assert a.log().count("stoker: heartbeat ignored, expected numbers up to") == 1
     assert a.log().count("not taken as metrics") == 1
     assert a.process.poll() is None
@@ -342,10 +345,13 @@ def test_steps_are_not_counted_on_once_a_stop_is_proposed(agent: Any) -> None:
     )
     a.receive(lambda: segment.read_heartbeat().step > 0)
     a.stop(step=10**9, committed=False)
-    time.sleep(0.3)
-    step = segment.read_heartbeat().step
-    time.sleep(0.3)
-    assert segment.read_heartbeat().step == step
+
+    def stands_still() -> bool:
+        step = segment.read_heartbeat().step
+        time.sleep(0.5)  # many heartbeats
+        return bool(segment.read_heartbeat().step == step)
+
+    a.receive(stands_still)
 
 
 def test_metrics_become_the_runs_and_what_is_none_is_told(agent: Any) -> None:
@@ -415,10 +421,12 @@ def gone(a: Agent, pids: list[int]) -> None:
 @pytest.mark.parametrize("how", ["killed", "ended"])
 def test_what_a_process_has_started_ends_with_it(agent: Any, how: str) -> None:
     a = agent()
-    a.sh(f"{FAMILY} {'sleep 60' if how == 'killed' else 'sleep 0.5'}")
+    a.sh(f"{FAMILY} while ! [ -e go ]; do sleep 0.02; done")
     pids = family(a)
     if how == "killed":
         os.killpg(a.pids[0], signal.SIGKILL)  # as the agent does
+    else:
+        (a.run.path.parent / "go").touch()
     a.end()
     assert not any(map(is_running, pids))  # by the time that the agent hears of the end
 

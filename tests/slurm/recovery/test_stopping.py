@@ -60,7 +60,7 @@ CASES = [
 
 
 def stopped(lab: Any, cancel: Callable[..., None], moment: Callable[[Trial], None]) -> tuple[str, Trial]:
-    points = "step:pause-100" + (",checkpoint.write@step=20@rank=1:pause-4000" if moment is mid_save else "")
+    points = "step:pause-100" + (",checkpoint.write@step=20@rank=1:pause-60000" if moment is mid_save else "")
     name = f"{cancel.__name__}-{moment.__name__}".replace("_", "-")
     run = lab.launch(name, "train.steps=400", failpoints=points)
     moment(run)
@@ -141,8 +141,8 @@ def test_a_writer_frozen_before_its_rename_harms_nothing(lab: Any, same: Callabl
     run = lab.launch("frozen", failpoints="step:pause-60,checkpoint.publish@step=20@attempt=1:freeze")
     run.wait_step(20)
     wait_for(lambda: list(run.dir.checkpoints.glob(".tmp-step-00000020-a0001*")), lambda: "a save under way")
-    time.sleep(1.0)
     old = run.nodes()[0]
+    wait_for(lambda: "T" in {p.state for p in lab.cluster.processes_on(old)}, lambda: "rank 0 frozen")
     # The node is cut off and frozen: Slurm can neither reach nor kill what runs there.
     lab.cluster.cut(old)
     lab.cluster.freeze(old)
@@ -154,8 +154,9 @@ def test_a_writer_frozen_before_its_rename_harms_nothing(lab: Any, same: Callabl
     same(run)
 
 
-def test_jobs_by_hand_are_adopted(lab: Any, same: Callable[..., None]) -> None:
+def test_jobs_by_hand_are_adopted(lab: Any, same: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """`sbatch submit.sbatch` works as it is and belongs to the run; a second one leaves it to the first."""
+    monkeypatch.setenv("STOKER_FAILPOINTS", "step:pause-250")  # the first works on until the second has looked
     run = lab.launch("hand", no_submit=True)
     job = lab.cluster.submit([str(run.dir.script)], cwd=run.dir.path)
     wait_for(run.dir.attempt(1).start.exists, lambda: run.story())
