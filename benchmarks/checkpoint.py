@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.layout import RunDir
+from stoker.train.box import Replica
 from stoker.train.context import RunContext
 from stoker.train.grid import Grid, Membership, form
 from stoker.train.pulse import Pulse
@@ -38,15 +39,15 @@ PIECE = 32 * 1024 * 1024
 Seconds = dict[str, list[float]]
 
 
-def make_entries(size: int) -> list[Entry]:
+def make_entries(size: int, replica: Replica) -> list[Entry]:
     """A model-like list: per layer four matrices and a norm, in bf16, with two moments and a master copy in fp32."""
     width, layers = 1024, max(1, size // (4 * 1024 * 1024 * 14))
     entries = []
     for layer in range(layers):
         for name, shape in [*((f"w{i}", (width, width)) for i in range(4)), ("norm", (width,))]:
-            entries.append(Entry.whole(f"model/{layer}/{name}", torch.ones(shape, dtype=torch.bfloat16)))
+            entries.append(Entry.whole(f"model/{layer}/{name}", torch.ones(shape, dtype=torch.bfloat16), replica))
             for kind in ("exp_avg", "exp_avg_sq", "master"):
-                entries.append(Entry.whole(f"optim/{kind}/{layer}/{name}", torch.ones(shape)))
+                entries.append(Entry.whole(f"optim/{kind}/{layer}/{name}", torch.ones(shape), replica))
     return entries
 
 
@@ -77,11 +78,11 @@ def timed(grid: Grid, seconds: Seconds, name: str, work: Callable[[], object]) -
 
 
 def measure(rank: int, size: int, port: int, root: Path, total: int, rounds: int, results: mp.SimpleQueue) -> None:
-    grid = form(Membership(rank, size, rank, 1, 1, "127.0.0.1", port), "gloo")
+    grid = form(Membership(rank, size, rank, 1, 1, "127.0.0.1", port), backend="gloo")
     run = RunDir(root)
     context = RunContext(run, "benchmark", run.attempt(1), 1, Fence(run, 1), Pulse(None, 1))
     checkpointer = Checkpointer(context, grid, 1)
-    entries = make_entries(total)
+    entries = make_entries(total, Replica(("dense",), rank, size))
     nbytes = sum(e.tensor.nbytes for e in entries)
     share = memoryview(bytearray(os.urandom(2**20) * (nbytes // size // 2**20)))
     own, plain = root / f"plain-{rank}", [root / f"plain-{r}" for r in range(size)]

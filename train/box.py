@@ -1,4 +1,7 @@
-"""A box: where a local tensor lies in its logical (unsharded) tensor. The unit of checkpoints and resharding."""
+"""A box: where a local tensor lies in its logical (unsharded) tensor. The unit of checkpoints and resharding.
+
+And a replica: which of those that hold the same box a rank is.
+"""
 
 from __future__ import annotations
 
@@ -40,3 +43,16 @@ class Box:
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Index of this box in a tensor that holds `outer`."""
         return tuple(slice(a - o, a - o + n) for a, n, o in zip(self.start, self.shape, outer.start, strict=True))
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Number `index` of `count` ranks that hold the same box. `axes` names them: entries with equal axes have the same
+    holders."""
+
+    axes: tuple[str, ...] = ()
+    index: int = 0
+    count: int = 1
+
+
+ALONE = Replica()

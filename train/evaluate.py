@@ -1,4 +1,4 @@
-"""Validation: the token-weighted loss of held-out batches over all ranks, the same for any data-parallel size."""
+"""Validation: the token-weighted loss of held-out batches over all ranks, the same for any layout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from ..launcher.run.heartbeat import Phase
 from .data.dataset import Batch
+from .engine import Engine
 from .grid import Grid
-from .model import Decoder
 from .pulse import Pulse
 
 
-def evaluate(model: Decoder, batches: Iterable[Batch], grid: Grid, pulse: Pulse) -> float:
+def evaluate(engine: Engine, batches: Iterable[Batch], grid: Grid, pulse: Pulse) -> float:
     """Cross-entropy per counted target, nats; nan if no target counts.
 
     `batches` must yield equally many on every rank; those that only fill up have all targets ignored.
@@ -23,7 +23,6 @@ def evaluate(model: Decoder, batches: Iterable[Batch], grid: Grid, pulse: Pulse)
     with torch.no_grad():
         for micro, batch in enumerate(batches):
             pulse.enter(Phase.EVAL, micro)
-            sums = model(batch.to(grid.device))
-            totals += torch.stack([sums.loss.double(), sums.tokens.double()])
-    loss, tokens = grid.data.all_reduce(totals).tolist()
+            totals += engine.evaluate(batch.to(grid.device))
+    loss, tokens = grid.world.all_reduce(totals).tolist()
     return loss / tokens if tokens else float("nan")

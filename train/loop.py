@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from .context import RunContext
 from .data.build import DataSpec, TrainingData, build_data
 from .data.dataset import Batch
 from .device import memory_gib, set_determinism
+from .engine import Accumulation
 from .errors import BadInputError, DivergedError, StorageError
 from .evaluate import evaluate
 from .flops import flops_per_token, peak_flops
@@ -31,12 +32,13 @@ from .grid import Grid
 from .init import initialize
 from .linear import WeightGradients
 from .metrics import Clock, StepLog, StepMetrics, append
-from .model import Decoder, DropoutKey
+from .model import Decoder, DropoutKey, Parts
 from .optim import AdamW
-from .params import ParamTable, decoder_table
+from .parallel.ddp import DistributedDataParallel
+from .parallel.stages import StageSpec, whole
+from .params import decoder_table
 from .profile import StepProfile
 from .progress import Progress, Totals
-from .reducer import GradientReducer
 from .schedule import LearningRate
 from .state.checkpointer import Checkpointer, SaveFailedError
 from .state.entry import Entry
@@ -56,20 +58,25 @@ class Ended:
 class Trainer:
     """One rank's trainer in one generation. Build, run, close; then another may be built in the same process."""
 
-    def __init__(self, config: Config, grid: Grid, context: RunContext, ops: Ops, table: ParamTable) -> None:
+    def __init__(self, config: Config, grid: Grid, context: RunContext, ops: Ops) -> None:
         """Use `build`."""
-        self.config, self.grid, self.context, self.ops, self.table = config, grid, context, ops, table
-        self.queue = WeightGradients()
-        self.model = _build_model(config, grid, ops, self.queue)
-        table.check(self.model, grid)
-        initialize(self.model, table, grid, config.seed)
-        self.optimizer = AdamW(self.model, table, config.optim, ops)
-        self.reducer = GradientReducer(self.model, table, grid.data, int(config.parallel.bucket_mb * 2**20))
-        self.queue.sink = self.reducer
+        self.config, self.grid, self.context, self.ops = config, grid, context, ops
+        self.queue, self.clock = WeightGradients(), Clock()
+        sequence = config.parallel.sequence and grid.tensor.size > 1
+        whole_table = decoder_table(config.model, sequence, grid.pipeline.size > 1)
+        stages = [whole(config.model.num_layers)]
+        self.table = whole_table.part(stages)
+        self.model = self._build_model(stages)
+        self.table.check(self.model, grid)
+        initialize(self.model, self.table, grid, config.seed)
+        bucket_bytes = int(config.parallel.bucket_mb * 2**20)
+        self.data_parallel = DistributedDataParallel(self.model, self.table, grid, ops, bucket_bytes)
+        self.queue.sink = self.data_parallel.sink
+        self.optimizer = AdamW(self.data_parallel.shards, self.table, config.optim, ops)
+        self.engine = Accumulation(self.model, self.queue, self.data_parallel, grid, context.pulse, self.clock)
         self.schedule = LearningRate.of(config.optim, config.train.steps)
         self.checkpointer = Checkpointer(context, grid, config.checkpoint.keep)
         self.progress = Progress()
-        self.clock = Clock()
         self.profile: StepProfile | None = None
         self.data: TrainingData | None = None
         self._saved_step: int | None = None
@@ -77,9 +84,24 @@ class Trainer:
         self._log = StepLog(config.train.steps)
         # Gradients are sums; this constant only keeps them in a comfortable range. The exact token count comes later.
         self._scale = 1.0 / (config.train.global_batch * config.data.seq_len)
-        self._flops = flops_per_token(config.model, table, config.data.seq_len)
+        self._numel = whole_table.numel
+        self._flops = flops_per_token(config.model, whole_table, config.data.seq_len)
         peak = peak_flops(grid.device, _dtype(config))
         self._peak = None if peak is None else peak * grid.world_size
+
+    def _build_model(self, stages: list[StageSpec]) -> Decoder:
+        """This rank's part of the model, without values yet."""
+        config = self.config
+        parts = Parts.of(
+            config.model,
+            self.ops,
+            self.queue,
+            self.grid,
+            self.table,
+            config.parallel.sequence,
+            _dtype(config),
+        )
+        return Decoder(parts, stages[0])
 
     @classmethod
     def build(cls, config: Config, grid: Grid, context: RunContext) -> Trainer:
@@ -92,7 +114,7 @@ class Trainer:
         try:
             set_determinism(config.precision.deterministic)
             ops = select({"default": config.kernels.default, **config.kernels.ops}, grid.device.type)
-            trainer = cls(config, grid, context, ops, decoder_table(config.model))
+            trainer = cls(config, grid, context, ops)
             trainer._restore_and_open()
             trainer.profile = StepProfile.of(config.profile, grid, context, trainer.progress.step)
             trainer._announce()
@@ -125,7 +147,7 @@ class Trainer:
     def close(self) -> None:
         """End threads, close files. Safe after an error, and twice."""
         self.queue.clear()
-        self.reducer.close()
+        self.data_parallel.close()
         if self.profile is not None:
             self.profile.close()
             self.profile = None
@@ -135,20 +157,30 @@ class Trainer:
 
     def entries(self) -> list[Entry]:
         """The tensors of the persistent state, as this rank holds them."""
-        kinds = {"model": {f.name: self.table.local(self.model, f.name) for f in self.table.owned()}}
-        kinds |= {f"optim/{kind}": tensors for kind, tensors in self.optimizer.state().items()}
-        return [
-            Entry(f"{kind}/{f.name}", tensors[f.name].detach(), f.shape, self.table.box(f.name, self.grid))
-            for kind, tensors in kinds.items()
-            for f in self.table.owned()
+        table, grid, share = self.table, self.grid, self.data_parallel
+        entries = [
+            Entry(
+                f"model/{f.name}",
+                table.local(self.model, f.name).detach(),
+                f.shape,
+                table.box(f.name, grid),
+                table.replica(f.name, grid),
+            )
+            for f in table.owned()
         ]
+        entries += [
+            Entry(f"optim/{kind}/{name}", tensor.detach(), table[name].shape, share.box(name), share.replica(name))
+            for kind, tensors in self.optimizer.state().items()
+            for name, tensor in tensors.items()
+        ]
+        return entries
 
     def _announce(self) -> None:
         """What this trainer is, on rank 0's log."""
         if self.grid.rank == 0:
             assert self.data is not None
             print(
-                f"{self.table.numel:,} parameters in {_dtype(self.config)}, {self.grid.data.size} data-parallel ranks, "
+                f"{self._numel:,} parameters in {_dtype(self.config)}, {self.grid.data.size} data-parallel ranks, "
                 f"{self.data.train.micro_steps} micro-steps per step, from step {self.progress.step}"
             )
             for choice in self.ops.choices:
@@ -167,44 +199,26 @@ class Trainer:
             self.profile = None
 
     def _step(self) -> None:
+        assert self.data is not None
         began = time.perf_counter()
-        totals = self._forward_backward()
+        dropout = DropoutKey(self.config.seed, self.progress.step) if self.config.model.dropout else None
+        self.data_parallel.begin_step()
+        totals = self.engine.forward_backward(self._next_batch, self.data.train.micro_steps, self._scale, dropout)
         with self.clock.measure("communication"):
-            self.reducer.finish()
-            self.grid.data.all_reduce(totals)
+            self.data_parallel.finish()
         with self.clock.measure("optimizer"):
-            numbers = torch.cat([totals, self.ops.l2norm([self.reducer.flat]).double().reshape(1)])
+            numbers = torch.cat([totals, self.data_parallel.squared_norm().reshape(1)])
+            self.grid.world.all_reduce(numbers)
         # The one place in a step that waits for the device: whether to update is decided by these numbers. What a GPU
         # is still busy with then is the backward pass.
         with self.clock.measure("forward_backward"):
-            loss, tokens, grad_norm = numbers.tolist()
-        step_totals = Totals(loss, int(tokens), grad_norm)
+            loss, tokens, square = numbers.tolist()
+        step_totals = Totals(loss, int(tokens), sqrt(square) if square >= 0 else square)
         with self.clock.measure("optimizer"):
             rate = self.schedule.rate(self.progress.step + 1)
             self._commit(step_totals, rate)
+            self.data_parallel.publish()
         self._after_step(step_totals, rate, time.perf_counter() - began)
-
-    def _forward_backward(self) -> torch.Tensor:
-        """All micro-steps; gradients go to the reducer. Returns this rank's sums [loss, tokens], float64."""
-        assert self.data is not None
-        pulse, last = self.context.pulse, self.data.train.micro_steps - 1
-        dropout = DropoutKey(self.config.seed, self.progress.step) if self.config.model.dropout else None
-        totals = torch.zeros(2, dtype=torch.float64, device=self.grid.device)
-        self.reducer.begin_step()
-        for micro in range(last + 1):
-            pulse.enter(Phase.DATA, micro)
-            with self.clock.measure("data"):
-                batch = self._next_batch()
-            pulse.enter(Phase.STEP, micro)
-            with self.clock.measure("forward_backward"):
-                self.reducer.begin_micro_step(is_last=micro == last)
-                with self.clock.trace("forward"):
-                    sums = self.model(batch, self._scale, dropout)
-                with self.clock.trace("backward"):
-                    sums.objective.backward()
-                    self.queue.drain()
-                totals += torch.stack([sums.loss.double(), sums.tokens.double()])
-        return totals
 
     def _next_batch(self) -> Batch:
         assert self.data is not None
@@ -221,7 +235,7 @@ class Trainer:
             norm = totals.grad_norm * exact
             limit = self.config.optim.clip_norm
             clip = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
-            self.optimizer.step(self.reducer.gradients, rate, progress.updates + 1, exact * clip)
+            self.optimizer.step(self.data_parallel.gradients, rate, progress.updates + 1, exact * clip)
             progress.updates += 1
             progress.bad_steps = 0
         else:
@@ -262,7 +276,7 @@ class Trainer:
         if self.data.validation is None:
             return None
         began = time.perf_counter()
-        loss = evaluate(self.model, self.data.validation, self.grid, self.context.pulse)
+        loss = evaluate(self.engine, self.data.validation, self.grid, self.context.pulse)
         seconds = round(time.perf_counter() - began, 3)
         self._report("eval", step=self.progress.step, loss=loss if isfinite(loss) else None, seconds=seconds)
         return loss
@@ -337,11 +351,6 @@ class Trainer:
 
 def _dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if config.precision.params is ParamDtype.bfloat16 else torch.float32
-
-
-def _build_model(config: Config, grid: Grid, ops: Ops, queue: WeightGradients) -> Decoder:
-    model = Decoder(config.model, ops, queue)
-    return model.to(device=grid.device, dtype=_dtype(config))
 
 
 def _open_data(config: Config, grid: Grid, consumed_samples: int, fingerprints: Any) -> TrainingData:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..conf.schema import OptimConfig
 from ..kernels import Ops
@@ -18,12 +18,13 @@ from .params import ParamFacts, ParamTable
 
 
 class AdamW:
-    """State by parameter name, all of the parameter's local shape and in its gradient's dtype."""
+    """Of the shards that a rank updates (parallel/data.py); state by parameter name, all of the shard's shape and in
+    its gradient's dtype."""
 
-    def __init__(self, model: nn.Module, table: ParamTable, config: OptimConfig, ops: Ops) -> None:
+    def __init__(self, shards: Mapping[str, Tensor], table: ParamTable, config: OptimConfig, ops: Ops) -> None:
         self._config, self._ops = config, ops
-        self._groups = _groups(table.owned())
-        self._params = {f.name: table.local(model, f.name).detach() for f in table.owned()}
+        self._groups = _groups([table[name] for name in shards])
+        self._params = dict(shards)
         self._exp_avg = {name: torch.zeros_like(p, dtype=gradient_dtype(p.dtype)) for name, p in self._params.items()}
         self._exp_avg_sq = {name: torch.zeros_like(m) for name, m in self._exp_avg.items()}
         # Wide enough parameters are their own masters.

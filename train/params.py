@@ -6,7 +6,7 @@ handles parameters one by one (initialisation, reduction, norm, optimizer, check
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from math import prod, sqrt
@@ -14,8 +14,9 @@ from math import prod, sqrt
 from torch import Tensor, nn
 
 from ..conf.schema import ModelConfig, QkNorm
-from .box import Box
+from .box import Box, Replica
 from .grid import Grid
+from .parallel.stages import StageSpec
 
 
 class Role(Enum):
@@ -29,17 +30,28 @@ class ParamFacts:
     """One logical parameter. `name` is also its path in the model (`blocks.3.attention.wq`).
 
     init_std: standard deviation of its initial normal distribution; 0 starts it at one (norms).
-    shard_dim, shard_axis: the dimension cut over a grid axis, None if every rank holds all of it.
+    layer: the block it belongs to; None: to the first stage (embedding) or the last (is_output).
     tied_to: the parameter whose tensor this one shares; such a parameter has no storage, state or gradient of its own.
+    shard_dim, shard_axis: the dimension cut over a grid axis, None if every rank of the stage holds all of it. Ranks
+    get whole multiples of `unit`, the first ones one more where it does not divide.
+    copies_axis: part of shard_axis whose ranks hold the same piece (key and value heads fewer than ranks).
+    reduce_over: the axis whose ranks see different tokens, over which gradients are summed first.
+    partial_over: axis over which they are summed then, because each rank has only a part of them.
     """
 
     name: str
     shape: tuple[int, ...]
     role: Role
     init_std: float
+    layer: int | None = None
+    is_output: bool = False
+    tied_to: str | None = None
     shard_dim: int | None = None
     shard_axis: str | None = None
-    tied_to: str | None = None
+    unit: int = 1
+    copies_axis: str | None = None
+    reduce_over: str = "dense"
+    partial_over: str | None = None
 
     @property
     def numel(self) -> int:
@@ -50,20 +62,41 @@ class ParamFacts:
         """Whether weight decay applies: matrices and embeddings, not norms."""
         return self.role is not Role.NORM
 
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Axes over which ranks hold the same piece."""
+        axes = [self.reduce_over]
+        if self.reduce_over == "dense" and self.shard_axis != "tensor":
+            axes.append("tensor")
+        if self.copies_axis is not None:
+            axes.append(self.copies_axis)
+        if self.partial_over == "tied":
+            axes.append("tied")
+        return tuple(axes)
+
+    def is_on(self, stage: StageSpec) -> bool:
+        """Whether a stage uses it."""
+        if self.layer is not None:
+            return self.layer in stage.layers
+        return stage.is_last if self.is_output else stage.is_first
+
 
 class ParamTable:
-    """All parameters of one model in the order of the forward pass."""
+    """All parameters of one model in the order of the forward pass; or those of a few stages, see `part`."""
 
-    def __init__(self, facts: list[ParamFacts]) -> None:
+    def __init__(self, facts: Iterable[ParamFacts], uses: dict[str, int] | None = None) -> None:
         self._facts = {f.name: f for f in facts}
-        assert len(self._facts) == len(facts)
-        assert all(f.tied_to is None or f.tied_to in self._facts for f in facts)
+        assert all(f.tied_to is None or f.tied_to in self._facts for f in self)
+        self._uses = uses or {f.name: 1 + sum(g.tied_to == f.name for g in self) for f in self.owned()}
 
     def __getitem__(self, name: str) -> ParamFacts:
         return self._facts[name]
 
     def __iter__(self) -> Iterator[ParamFacts]:
         return iter(self._facts.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._facts
 
     def owned(self) -> list[ParamFacts]:
         """Those with storage of their own: each weight of the model once."""
@@ -75,32 +108,45 @@ class ParamTable:
         return sum(f.numel for f in self.owned())
 
     def uses(self, name: str) -> int:
-        """How many contributions to its gradient one backward pass makes."""
-        return 1 + sum(f.tied_to == name for f in self)
+        """How many contributions to its gradient one backward pass makes on a rank with these stages."""
+        return self._uses[name]
+
+    def part(self, stages: Iterable[StageSpec]) -> ParamTable:
+        """The table of a rank with these stages. What a used parameter is tied to is in it, used there or not."""
+        used = [f for stage in stages for f in self if f.is_on(stage)]
+        names = [f.tied_to or f.name for f in used]
+        kept = {f.name for f in used} | set(names)
+        return ParamTable((f for f in self if f.name in kept), {name: names.count(name) for name in names})
 
     def local(self, model: nn.Module, name: str) -> Tensor:
         """This rank's part of a parameter: the only way from a name to a tensor."""
-        tensor = model.get_parameter(self._facts[name].tied_to or name)
-        return tensor
+        return model.get_parameter(self._facts[name].tied_to or name)
 
     def box(self, name: str, grid: Grid) -> Box:
-        """Where this rank's part lies in the whole parameter.
-
-        Raises:
-            ValueError: the cut dimension does not divide by the size of its axis.
-        """
+        """Where this rank's part lies in the whole parameter."""
         facts = self._facts[name]
         whole = Box.whole(facts.shape)
         if facts.shard_dim is None or facts.shard_axis is None:
             return whole
-        comm = grid.comms[facts.shard_axis]
-        size, rank = comm.size, comm.rank
-        length = facts.shape[facts.shard_dim]
-        if length % size:
-            raise ValueError(f"{name}: dimension {facts.shard_dim} of {facts.shape} does not divide by {size} ranks")
+        size, rank = grid.comms[facts.shard_axis].size, grid.comms[facts.shard_axis].rank
+        if facts.copies_axis is not None:
+            copies = grid.comms[facts.copies_axis].size
+            size, rank = size // copies, rank // copies
+        units, rest = divmod(facts.shape[facts.shard_dim], facts.unit)
+        assert rest == 0, f"{name}: dimension {facts.shard_dim} of {facts.shape} is not made of units of {facts.unit}"
+        first, last = cut(units, size, rank), cut(units, size, rank + 1)
         start, shape = list(whole.start), list(whole.shape)
-        start[facts.shard_dim], shape[facts.shard_dim] = rank * (length // size), length // size
+        start[facts.shard_dim], shape[facts.shard_dim] = first * facts.unit, (last - first) * facts.unit
         return Box(tuple(start), tuple(shape))
+
+    def replica(self, name: str, grid: Grid, without: str | None = None) -> Replica:
+        """Which of the holders of its piece this rank is; without: an axis over which pieces are cut further."""
+        axes = tuple(axis for axis in self._facts[name].replica_axes if axis != without)
+        index, count = 0, 1
+        for axis in axes:
+            comm = grid.comms[axis]
+            index, count = index + comm.rank * count, count * comm.size
+        return Replica(axes, index, count)
 
     def check(self, model: nn.Module, grid: Grid) -> None:
         """The model's parameters are exactly the table's, each of its local shape (an invariant of ours)."""
@@ -109,45 +155,109 @@ class ParamTable:
         assert found == expected, f"model and parameter table differ: {set(found.items()) ^ set(expected.items())}"
 
 
+def cut(units: int, parts: int, index: int) -> int:
+    """Where part `index` of `units` begins: sizes differ by at most one, larger parts first."""
+    return index * (units // parts) + min(index, units % parts)
+
+
 def head_dim(config: ModelConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_heads
 
 
-def decoder_table(config: ModelConfig) -> ParamTable:
-    """The parameters of model.Decoder. Matrices are [out, in], as torch.nn.functional.linear takes them."""
+class _Facts:
+    """Makes the facts of one model's parameters.
+
+    sequence: norms see only this rank's tokens of the residual stream (sequence parallelism). pipelined: the embedding
+    and the output projection may lie on different ranks.
+    """
+
+    def __init__(self, config: ModelConfig, sequence: bool, pipelined: bool) -> None:
+        self.config = config
+        self._norms_partial_over = "tensor" if sequence else None
+        self._tied_partial_over = "tied" if pipelined else None
+
+    def norm(self, name: str, size: int, layer: int | None = None, is_output: bool = False) -> ParamFacts:
+        partial = self._norms_partial_over
+        return ParamFacts(name, (size,), Role.NORM, 0.0, layer, is_output, partial_over=partial)
+
+    def head_norm(self, name: str, size: int, layer: int) -> ParamFacts:
+        """Sees the heads of this rank only."""
+        return ParamFacts(name, (size,), Role.NORM, 0.0, layer, partial_over="tensor")
+
+    def column(self, name: str, rows: int, columns: int, layer: int, unit: int = 1) -> ParamFacts:
+        """A matrix whose outputs are cut."""
+        std = self.config.init_std
+        shape = (rows, columns)
+        return ParamFacts(name, shape, Role.MATRIX, std, layer, shard_dim=0, shard_axis="tensor", unit=unit)
+
+    def kv(self, name: str, rows: int, columns: int, layer: int, unit: int) -> ParamFacts:
+        """A column-parallel matrix with fewer heads than ranks, perhaps."""
+        std, shape = self.config.init_std, (rows, columns)
+        return ParamFacts(
+            name,
+            shape,
+            Role.MATRIX,
+            std,
+            layer,
+            shard_dim=0,
+            shard_axis="tensor",
+            unit=unit,
+            copies_axis="kv",
+            partial_over="kv",
+        )
+
+    def row(self, name: str, rows: int, columns: int, layer: int, unit: int = 1) -> ParamFacts:
+        """A matrix whose inputs are cut; its output is added to the residual stream.
+
+        What is added is scaled down with depth, so that the stream's variance does not grow with it (Radford et al.
+        2019, GPT-2, section 2.3).
+        """
+        std = self.config.init_std / sqrt(2 * self.config.num_layers)
+        shape = (rows, columns)
+        return ParamFacts(name, shape, Role.MATRIX, std, layer, shard_dim=1, shard_axis="tensor", unit=unit)
+
+    def vocabulary(self, name: str, is_output: bool) -> ParamFacts:
+        c = self.config
+        is_tied = c.tied_embeddings
+        return ParamFacts(
+            name,
+            (c.vocab_size, c.hidden_size),
+            Role.MATRIX if is_output and not is_tied else Role.EMBEDDING,
+            c.init_std,
+            is_output=is_output,
+            tied_to="embedding" if is_output and is_tied else None,
+            shard_dim=0,
+            shard_axis="tensor",
+            partial_over=self._tied_partial_over if is_tied else None,
+        )
+
+
+def decoder_table(config: ModelConfig, sequence: bool = False, pipelined: bool = False) -> ParamTable:
+    """The parameters of model.Decoder. Matrices are [out, in], as torch.nn.functional.linear takes them.
+
+    sequence, pipelined: whether the layout has sequence parallelism, and more than one pipeline rank.
+    """
     hidden, ffn, width = config.hidden_size, config.ffn_size, head_dim(config)
     queries, keys = config.num_heads * width, config.num_kv_heads * width
-    std = config.init_std
-    # What is added to the residual stream is scaled down with depth, so that its variance does not grow with it
-    # (Radford et al. 2019, GPT-2, section 2.3).
-    residual_std = std / sqrt(2 * config.num_layers)
-
-    def matrix(name: str, rows: int, columns: int, std: float = std) -> ParamFacts:
-        return ParamFacts(name, (rows, columns), Role.MATRIX, std)
-
-    def norm(name: str, size: int) -> ParamFacts:
-        return ParamFacts(name, (size,), Role.NORM, 0.0)
-
-    vocabulary = (config.vocab_size, hidden)
-    facts = [ParamFacts("embedding", vocabulary, Role.EMBEDDING, std)]
+    make = _Facts(config, sequence, pipelined)
+    facts = [make.vocabulary("embedding", is_output=False)]
     for i in range(config.num_layers):
         b = f"blocks.{i}"
         facts += [
-            norm(f"{b}.attention.norm", hidden),
-            matrix(f"{b}.attention.wq", queries, hidden),
-            matrix(f"{b}.attention.wk", keys, hidden),
-            matrix(f"{b}.attention.wv", keys, hidden),
+            make.norm(f"{b}.attention.norm", hidden, i),
+            make.column(f"{b}.attention.wq", queries, hidden, i, width),
+            make.kv(f"{b}.attention.wk", keys, hidden, i, width),
+            make.kv(f"{b}.attention.wv", keys, hidden, i, width),
         ]
         if config.qk_norm is QkNorm.head:
-            facts += [norm(f"{b}.attention.q_norm", width), norm(f"{b}.attention.k_norm", width)]
+            facts += [make.head_norm(f"{b}.attention.{n}_norm", width, i) for n in ("q", "k")]
         facts += [
-            matrix(f"{b}.attention.wo", hidden, queries, residual_std),
-            norm(f"{b}.ffn.norm", hidden),
-            matrix(f"{b}.ffn.gate", ffn, hidden),
-            matrix(f"{b}.ffn.up", ffn, hidden),
-            matrix(f"{b}.ffn.down", hidden, ffn, residual_std),
+            make.row(f"{b}.attention.wo", hidden, queries, i, width),
+            make.norm(f"{b}.ffn.norm", hidden, i),
+            make.column(f"{b}.ffn.gate", ffn, hidden, i),
+            make.column(f"{b}.ffn.up", ffn, hidden, i),
+            make.row(f"{b}.ffn.down", hidden, ffn, i),
         ]
-    facts.append(norm("norm", hidden))
-    tied_to = "embedding" if config.tied_embeddings else None
-    facts.append(ParamFacts("head", vocabulary, Role.EMBEDDING if tied_to else Role.MATRIX, std, tied_to=tied_to))
+    facts.append(make.norm("norm", hidden, is_output=True))
+    facts.append(make.vocabulary("head", is_output=True))
     return ParamTable(facts)

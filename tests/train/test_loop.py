@@ -17,9 +17,8 @@ from stoker.launcher.run.layout import RunDir
 from stoker.train.data.dataset import Batch
 from stoker.train.errors import BadInputError, DivergedError, StorageError
 from stoker.train.grid import single
-from stoker.train.linear import WeightGradients
 from stoker.train.loop import Ended, Trainer
-from stoker.train.model import Decoder, DropoutKey, Sums
+from stoker.train.model import DropoutKey, Sums, whole_model
 from stoker.train.pulse import Pulse
 from stoker.train.state.checkpointer import Checkpointer, SaveFailedError
 from torch import nn
@@ -179,7 +178,7 @@ def test_updates_use_the_mean_over_targets_that_count_and_clip_it(
     trainer = Trainer.build(config, single(), make_context(tmp_path))
     seen: list[Batch] = []
     trainer.model.register_forward_pre_hook(lambda _, args: (seen.append(mask_half(args[0])), (seen[-1], *args[1:]))[1])
-    plain = Decoder(config.model, trainer.ops, WeightGradients())
+    plain = whole_model(config.model, trainer.ops)
     plain.load_state_dict(trainer.model.state_dict())
     updates = spy_on_updates(trainer)
     trainer.run()

@@ -13,8 +13,7 @@ from stoker.kernels import select
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import single
 from stoker.train.init import initialize
-from stoker.train.linear import WeightGradients
-from stoker.train.model import Decoder, DropoutKey
+from stoker.train.model import Decoder, DropoutKey, whole_model
 from stoker.train.params import decoder_table
 
 CONFIG = ModelConfig(vocab_size=97, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=112)
@@ -47,7 +46,7 @@ def hf_name(name: str) -> str:
 
 def build(config: ModelConfig) -> Decoder:
     """With norms that are not one, so that a missing or swapped one shows."""
-    model = Decoder(config, select(), WeightGradients())
+    model = whole_model(config, select())
     table = decoder_table(config)
     initialize(model, table, single(), seed=3)
     with torch.no_grad():
@@ -149,7 +148,7 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradients() -> None:
 
 def test_z_loss_is_in_the_objective_and_not_in_the_reported_loss() -> None:
     plain, batch = build(CONFIG), make_batch()
-    weighted = Decoder(replace(CONFIG, z_loss=0.01), select(), WeightGradients())
+    weighted = whole_model(replace(CONFIG, z_loss=0.01), select())
     weighted.load_state_dict(plain.state_dict())
     lse = torch.logsumexp(plain.logits(batch), -1)[batch.targets != -100]
     sums = weighted(batch)
@@ -189,7 +188,7 @@ def test_positions_matter_only_by_their_distance() -> None:
 
 def test_softcap_changes_attention() -> None:
     model, batch = build(CONFIG), make_batch()
-    capped = Decoder(replace(CONFIG, attention_softcap=0.05), select(), WeightGradients())
+    capped = whole_model(replace(CONFIG, attention_softcap=0.05), select())
     capped.load_state_dict(model.state_dict())
     assert relative(capped.logits(batch), model.logits(batch)) > 1e-3
 
@@ -213,7 +212,7 @@ def test_dropout_depends_on_the_sample_and_not_on_how_batches_are_cut() -> None:
 
 def test_evaluation_drops_nothing() -> None:
     model, batch = build(replace(CONFIG, dropout=0.3)), make_batch()
-    plain = Decoder(CONFIG, select(), WeightGradients())
+    plain = whole_model(CONFIG, select())
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model.logits(batch), plain.logits(batch))
 

@@ -8,8 +8,7 @@ from stoker.conf.schema import ModelConfig, OptimConfig
 from stoker.kernels import select
 from stoker.train.grid import single
 from stoker.train.init import initialize
-from stoker.train.linear import WeightGradients
-from stoker.train.model import Decoder
+from stoker.train.model import Decoder, whole_model
 from stoker.train.optim import AdamW
 from stoker.train.params import decoder_table
 from torch import Tensor
@@ -20,9 +19,10 @@ OPTIM = OptimConfig(weight_decay=0.1)
 
 def build(dtype: torch.dtype = torch.float32) -> tuple[Decoder, AdamW]:
     ops = select()
-    model = Decoder(CONFIG, ops, WeightGradients())
+    model = whole_model(CONFIG, ops)
     initialize(model, decoder_table(CONFIG), single(), seed=0)
-    return model.to(dtype), AdamW(model, decoder_table(CONFIG), OPTIM, ops)
+    shards = {name: parameter.detach() for name, parameter in model.to(dtype).named_parameters()}
+    return model, AdamW(shards, decoder_table(CONFIG), OPTIM, ops)
 
 
 def random_gradients(model: Decoder, seed: int) -> dict[str, Tensor]:

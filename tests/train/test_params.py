@@ -10,14 +10,15 @@ from stoker.train.box import Box
 from stoker.train.grid import single
 from stoker.train.init import initial_value, initialize
 from stoker.train.linear import WeightGradients
-from stoker.train.model import Decoder
+from stoker.train.model import Decoder, Parts, whole_model
+from stoker.train.parallel.stages import StageSpec
 from stoker.train.params import ParamFacts, ParamTable, Role, decoder_table
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48)
 
 
 def build(config: ModelConfig, seed: int = 0) -> Decoder:
-    model = Decoder(config, select(), WeightGradients())
+    model = whole_model(config, select())
     initialize(model, decoder_table(config), single(), seed)
     return model
 
@@ -82,6 +83,6 @@ def test_norms_start_at_one_and_matrices_with_their_deviation() -> None:
 
 
 def test_a_stage_has_its_blocks_under_their_global_names() -> None:
-    stage = Decoder(CONFIG, select(), WeightGradients(), layers=[1])
+    stage = Decoder(Parts.of(CONFIG, select(), WeightGradients()), StageSpec(1, (1,), False, False))
     assert "blocks.1.ffn.gate" in dict(stage.named_parameters())
-    assert not any(name.startswith("blocks.0") for name, _ in stage.named_parameters())
+    assert all(name.startswith("blocks.1.") for name, _ in stage.named_parameters())

@@ -116,7 +116,7 @@ class Checkpointer:
         """Every rank: its shard, sidecar and part of the index."""
         began = time.monotonic()
         directory, rank = self._folder / unfinished, self._grid.rank
-        segment = self._segments.pack(plan(entries, self._grid.data.rank, self._grid.data.size))
+        segment = self._segments.pack(plan(entries))
         shard, sidecar = write_shard(
             directory,
             rank,

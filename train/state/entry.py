@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from ..box import Box
+from ..box import ALONE, Box, Replica
 
 # Names of the safetensors format.
 DTYPES = {
@@ -40,15 +40,14 @@ _WHOLE_BELOW = 1024 * 1024  # bytes; smaller tensors are not cut: the index woul
 class Entry:
     """A local tensor, of any device and stride, that holds the region `box` of the logical tensor `name` of `shape`.
 
-    `is_replicated`: every rank of the data axis holds the same box with the same values, so one of them writes it.
-    Otherwise this rank alone holds the box, and writes it.
+    `replica`: which of the ranks that hold the same box with the same values this one is; each writes a part.
     """
 
     name: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
     box: Box
-    is_replicated: bool = True
+    replica: Replica = ALONE
 
     def __post_init__(self) -> None:
         assert tuple(self.tensor.shape) == self.box.shape, f"{self.name}: {tuple(self.tensor.shape)}, {self.box}"
@@ -56,10 +55,10 @@ class Entry:
         assert self.tensor.dtype in DTYPES, f"{self.name}: {self.tensor.dtype} cannot be stored"
 
     @staticmethod
-    def whole(name: str, tensor: torch.Tensor) -> Entry:
+    def whole(name: str, tensor: torch.Tensor, replica: Replica = ALONE) -> Entry:
         """An unsharded tensor."""
         shape = tuple(tensor.shape)
-        return Entry(name, tensor, shape, Box.whole(shape))
+        return Entry(name, tensor, shape, Box.whole(shape), replica)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,25 +101,33 @@ def check(entries: Sequence[Entry]) -> None:
         memory[place] = e.name
 
 
-def plan(entries: Sequence[Entry], rank: int, size: int) -> list[Slice]:
-    """The slices that `rank` of `size` replicas writes, by name. A pure function: each rank computes its own alone.
+def plan(entries: Sequence[Entry]) -> list[Slice]:
+    """The slices that this rank writes, by name. A pure function: each rank computes its own alone.
 
-    Replicated entries, laid end to end in the order of their names, are cut into `size` parts of equal bytes. A cut
-    is moved to the nearest row of the tensor that it falls into, or to its nearest end if the tensor is small: parts
-    differ by no more than one row or 1 MiB. Over all ranks each element is in exactly one slice.
+    Entries with the same holders, laid end to end in the order of their names, are cut into as many parts of equal
+    bytes as there are holders. A cut is moved to the nearest row of the tensor that it falls into, or to its nearest
+    end if the tensor is small: parts differ by no more than one row or 1 MiB. Over all ranks each element is in exactly
+    one slice.
     """
-    ordered = sorted(entries, key=lambda e: e.name)
-    own = [Slice(e.name, e.tensor.detach(), e.shape, e.box) for e in ordered if not e.is_replicated]
-    shared = [e for e in ordered if e.is_replicated]
+    held: dict[Replica, list[Entry]] = {}
+    for e in sorted(entries, key=lambda e: e.name):
+        held.setdefault(e.replica, []).append(e)
+    slices = [s for replica, shared in held.items() for s in _share(shared, replica.index, replica.count)]
+    return sorted(slices, key=lambda s: s.name)
+
+
+def _share(shared: Sequence[Entry], index: int, count: int) -> list[Slice]:
+    """Part `index` of `count`."""
     ends = list(accumulate(e.tensor.nbytes for e in shared))
-    first, last = _cut(shared, ends, rank, size), _cut(shared, ends, rank + 1, size)
+    first, last = _cut(shared, ends, index, count), _cut(shared, ends, index + 1, count)
+    own = []
     for i in range(first[0], len(shared)):
         if (i, 0) >= last:
             break
         begin = first[1] if i == first[0] else 0
         end = last[1] if i == last[0] else _rows(shared[i])
         own.append(_part(shared[i], begin, end))
-    return sorted(own, key=lambda s: s.name)
+    return own
 
 
 def _rows(e: Entry) -> int:

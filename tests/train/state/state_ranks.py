@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from stoker.launcher.run import failpoints
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.layout import RunDir
+from stoker.train.box import Replica
 from stoker.train.context import RunContext
 from stoker.train.grid import Grid, Membership, form, single
 from stoker.train.pulse import Pulse
@@ -59,6 +60,11 @@ def make_entries(seed: int) -> list[Entry]:
     return [Entry.whole(name, tensor) for name, tensor in tensors.items()]
 
 
+def shared(entries: list[Entry], rank: int, size: int) -> list[Entry]:
+    """As rank `rank` of `size` that hold the same."""
+    return [replace(e, replica=Replica(("data",), rank, size)) for e in entries]
+
+
 def digests(entries: list[Entry]) -> dict[str, str]:
     return {e.name: _digest(e.tensor) for e in entries}
 
@@ -85,6 +91,10 @@ class Job:
 
     def checkpointer(self, keep: int = 3) -> Checkpointer:
         return Checkpointer(self.context, self.grid, keep)
+
+    def entries(self, seed: int) -> list[Entry]:
+        """make_entries, held by all ranks of the job."""
+        return shared(make_entries(seed), self.grid.rank, self.grid.world_size)
 
 
 def make_job(run: RunDir, attempt: int, generation: int = 1, run_id: str = "run-1", grid: Grid | None = None) -> Job:

@@ -147,7 +147,7 @@ def test_a_read_error_on_one_rank_makes_all_fall_back_together(crew: Crew, saved
 def restore_and_save(job: Job, step: int, seed: int) -> Any:
     checkpointer = job.checkpointer()
     restored = checkpointer.restore(make_entries(0))
-    checkpointer.save(step, make_entries(seed), {})
+    checkpointer.save(step, job.entries(seed), {})
     return str(restored.name)
 
 

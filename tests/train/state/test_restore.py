@@ -23,7 +23,7 @@ WANTED = digests(make_entries(1))
 
 
 def save(job: Job, step: int, seed: int) -> str:
-    return str(job.checkpointer().save(step, make_entries(seed), {"consumed_samples": 10 * step}))
+    return str(job.checkpointer().save(step, job.entries(seed), {"consumed_samples": 10 * step}))
 
 
 def restore(job: Job) -> Any:
@@ -100,7 +100,7 @@ def test_any_box_loads_from_any_boxes(run: RunDir) -> None:
     # Four grids of one would write four checkpoints: the parts of one tensor under one name need one writer each, so
     # the mosaic's index is put together from four entries of one rank.
     job = make_job(run, 1)
-    parts = [Entry(f"w{i}", whole[b.slices_in(Box.whole((40, 30)))], (40, 30), b, False) for i, b in enumerate(mosaic)]
+    parts = [Entry(f"w{i}", whole[b.slices_in(Box.whole((40, 30)))], (40, 30), b) for i, b in enumerate(mosaic)]
     job.checkpointer().save(1, parts, {})
     directory = run.checkpoint(CheckpointName(1, 1))
     _join_lines(directory, "w")

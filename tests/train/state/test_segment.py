@@ -11,7 +11,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file
-from state_ranks import make_entries
+from state_ranks import make_entries, shared
 from stoker.launcher.run.manifest import block_checksums
 from stoker.train.state.entry import DTYPES, Entry, plan
 from stoker.train.state.segment import Segment, Segments
@@ -20,13 +20,13 @@ from stoker.train.state.writer import write_shard
 
 def packed(entries: list[Entry]) -> Segment:
     segment = Segment()
-    segment.pack(plan(entries, 0, 1))
+    segment.pack(plan(entries))
     return segment
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_safetensors_library_reads_a_shard(tmp_path: Path, rank: int) -> None:
-    slices = plan(make_entries(3), rank, 3)
+    slices = plan(shared(make_entries(3), rank, 3))
     segment = Segment()
     segment.pack(slices)
     write_shard(tmp_path, 0, segment)
@@ -98,13 +98,13 @@ def test_memory_is_used_again_for_the_next_save_and_freed_with_the_segments() ->
     entries = [Entry.whole("w", torch.zeros(32 * mib, dtype=torch.uint8))]
     before = resident()
     segments = Segments()
-    first = segments.pack(plan(entries, 0, 1))
+    first = segments.pack(plan(entries))
     address = first._tensor.data_ptr()
     for _ in range(4):
-        assert segments.pack(plan(entries, 0, 1)) is first
+        assert segments.pack(plan(entries)) is first
     assert first._tensor.data_ptr() == address
     assert 32 * mib <= resident() - before < 40 * mib
-    segments.pack(plan([Entry.whole("w", torch.zeros(1))], 0, 1))
+    segments.pack(plan([Entry.whole("w", torch.zeros(1))]))
     assert first.size < 1000
     del segments, first
     assert resident() - before < 8 * mib
@@ -120,15 +120,15 @@ def test_growing_never_holds_old_and_new_memory_at_once(monkeypatch: pytest.Monk
         return original(*arguments, **options)
 
     monkeypatch.setattr(mmap, "mmap", allocate)
-    segment.pack(plan([Entry.whole("w", torch.zeros(10_000))], 0, 1))
+    segment.pack(plan([Entry.whole("w", torch.zeros(10_000))]))
     assert segment.size > 40_000
 
 
 def test_with_two_generations_the_former_snapshot_stays() -> None:
     segments = Segments(2)
-    first = segments.pack(plan([Entry.whole("w", torch.full((4,), 1.0))], 0, 1))
+    first = segments.pack(plan([Entry.whole("w", torch.full((4,), 1.0))]))
     kept = bytes(first.data)
-    second = segments.pack(plan([Entry.whole("w", torch.full((4,), 2.0))], 0, 1))
+    second = segments.pack(plan([Entry.whole("w", torch.full((4,), 2.0))]))
     assert bytes(first.data) == kept
     assert second is not first
-    assert segments.pack(plan([], 0, 1)) is first
+    assert segments.pack(plan([])) is first

@@ -20,19 +20,19 @@ from stoker.train.state.segment import Segments
 
 
 def save(job: Job, step: int) -> str:
-    return str(job.checkpointer().save(step, make_entries(step), {}))
+    return str(job.checkpointer().save(step, job.entries(step), {}))
 
 
 def fail_then_save(job: Job) -> list[str]:
     """What a loop does: go on with the older checkpoint, save again later."""
     checkpointer = job.checkpointer()
     try:
-        checkpointer.save(20, make_entries(20), {})
+        checkpointer.save(20, job.entries(20), {})
         text = "saved"
     except SaveFailedError as e:
         text = str(e)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return [text, str(checkpointer.save(30, make_entries(30), {}))]
+    return [text, str(checkpointer.save(30, job.entries(30), {}))]
 
 
 def names(run: RunDir) -> list[str]:

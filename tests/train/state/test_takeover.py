@@ -13,7 +13,7 @@ from stoker.launcher.run.manifest import verify
 
 
 def save(job: Job, step: int, seed: int) -> str:
-    return str(job.checkpointer().save(step, make_entries(seed), {}))
+    return str(job.checkpointer().save(step, job.entries(seed), {}))
 
 
 def resume(job: Job, step: int, seed: int) -> Any:
@@ -21,7 +21,7 @@ def resume(job: Job, step: int, seed: int) -> Any:
     checkpointer, entries = job.checkpointer(), make_entries(0)
     restored = checkpointer.restore(entries)
     found = digests(entries)
-    checkpointer.save(step, make_entries(seed), {})
+    checkpointer.save(step, job.entries(seed), {})
     checkpointer.prune()
     return [str(restored.name), found]
 

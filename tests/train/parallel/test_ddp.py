@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ from stoker.conf.schema import ModelConfig
 from stoker.kernels import select
 from stoker.train.comm import Communicator, Work
 from stoker.train.data.dataset import Batch
-from stoker.train.grid import Membership, form, single
+from stoker.train.grid import Grid, Membership, form, single
 from stoker.train.init import initialize
 from stoker.train.linear import WeightGradients
-from stoker.train.model import Decoder
+from stoker.train.model import Decoder, whole_model
+from stoker.train.parallel.ddp import DistributedDataParallel
 from stoker.train.params import decoder_table
-from stoker.train.reducer import GradientReducer
 from torch import Tensor
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=48)
@@ -34,22 +35,27 @@ class Spy(Communicator):
         return Work(None)
 
 
+def spied(spy: Spy) -> Grid:
+    """A grid whose gradients are reduced by the spy."""
+    return replace(single(), comms=single().comms | {"dense": spy})
+
+
 def make_batch(seed: int, rows: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = (torch.randint(0, 64, (rows, 9), generator=generator) for _ in range(2))
     return Batch(tokens, targets, torch.arange(9).repeat(rows, 1), None, torch.arange(rows))
 
 
-def build(config: ModelConfig, comm: Communicator, bucket_bytes: int) -> tuple[Decoder, GradientReducer]:
-    queue = WeightGradients()
-    model = Decoder(config, select(), queue)
+def build(config: ModelConfig, grid: Grid, bucket_bytes: int) -> tuple[Decoder, DistributedDataParallel]:
+    ops, queue = select(), WeightGradients()
+    model = whole_model(config, ops, queue)
     initialize(model, decoder_table(config), single(), seed=0)
-    reducer = GradientReducer(model, decoder_table(config), comm, bucket_bytes)
-    queue.sink = reducer
+    reducer = DistributedDataParallel(model, decoder_table(config), grid, ops, bucket_bytes)
+    queue.sink = reducer.sink
     return model, reducer
 
 
-def step(model: Decoder, reducer: GradientReducer, batches: list[Batch]) -> dict[str, Tensor]:
+def step(model: Decoder, reducer: DistributedDataParallel, batches: list[Batch]) -> dict[str, Tensor]:
     reducer.begin_step()
     for i, batch in enumerate(batches):
         reducer.begin_micro_step(is_last=i == len(batches) - 1)
@@ -59,7 +65,7 @@ def step(model: Decoder, reducer: GradientReducer, batches: list[Batch]) -> dict
 
 
 def plain_gradients(config: ModelConfig, batches: list[Batch]) -> dict[str, Tensor]:
-    model = Decoder(config, select(), WeightGradients())
+    model = whole_model(config, select())
     initialize(model, decoder_table(config), single(), seed=0)
     for batch in batches:
         model(batch).objective.backward()
@@ -68,7 +74,7 @@ def plain_gradients(config: ModelConfig, batches: list[Batch]) -> dict[str, Tens
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_gradients_are_the_sum_over_micro_steps_and_steps_do_not_mix(config: ModelConfig) -> None:
-    model, reducer = build(config, single().data, 1000)
+    model, reducer = build(config, single(), 1000)
     step(model, reducer, [make_batch(9)])  # must leave no trace in the next step
     found = step(model, reducer, [make_batch(1), make_batch(2)])
     expected = plain_gradients(config, [make_batch(1), make_batch(2)])
@@ -80,7 +86,7 @@ def test_gradients_are_the_sum_over_micro_steps_and_steps_do_not_mix(config: Mod
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 def test_buckets_are_reduced_once_and_only_in_the_last_micro_step(config: ModelConfig) -> None:
     spy = Spy()
-    model, reducer = build(config, spy, 8000)
+    model, reducer = build(config, spied(spy), 8000)
     reducer.begin_step()
     reducer.begin_micro_step(is_last=False)
     model(make_batch(1)).objective.backward()
@@ -95,7 +101,7 @@ def test_buckets_are_reduced_once_and_only_in_the_last_micro_step(config: ModelC
 
 def test_reductions_begin_while_the_backward_pass_goes_on() -> None:
     spy = Spy()
-    model, reducer = build(CONFIG, spy, 4000)
+    model, reducer = build(CONFIG, spied(spy), 4000)
     reduced_at: list[int] = []
     # The first block is the last to get its gradients.
     model.blocks["0"].register_full_backward_hook(lambda *_: reduced_at.append(len(spy.sizes)))
@@ -105,7 +111,7 @@ def test_reductions_begin_while_the_backward_pass_goes_on() -> None:
 
 def test_buckets_go_out_in_order_even_if_a_later_one_is_full_first() -> None:
     spy = Spy()
-    model, reducer = build(CONFIG, spy, 4000)
+    model, reducer = build(CONFIG, spied(spy), 4000)
     sizes = [bucket.flat.numel() for bucket in reducer._buckets]
     reducer.begin_step()
     reducer.begin_micro_step(is_last=True)
@@ -117,7 +123,7 @@ def test_buckets_go_out_in_order_even_if_a_later_one_is_full_first() -> None:
 
 
 def test_a_missing_or_a_doubled_gradient_is_noticed() -> None:
-    model, reducer = build(CONFIG, Spy(), 4000)
+    model, reducer = build(CONFIG, spied(Spy()), 4000)
     reducer.begin_step()
     reducer.begin_micro_step(is_last=True)
     with pytest.raises(AssertionError, match="no gradient"):
@@ -129,7 +135,7 @@ def test_a_missing_or_a_doubled_gradient_is_noticed() -> None:
 
 def test_gaps_between_gradients_stay_zero() -> None:
     config = ModelConfig(**{**vars(CONFIG), "hidden_size": 12, "head_dim": 4})
-    model, reducer = build(config, single().data, 1000)
+    model, reducer = build(config, single(), 1000)
     found = step(model, reducer, [make_batch(1)])
     exact = torch.cat([g.flatten() for g in found.values()]).double().norm()
     assert reducer.flat.numel() > sum(g.numel() for g in found.values())
@@ -139,7 +145,7 @@ def test_gaps_between_gradients_stay_zero() -> None:
 def _reduced(member: Membership) -> dict[str, list[float]]:
     grid = form(member)
     try:
-        model, reducer = build(CONFIG, grid.data, 4000)
+        model, reducer = build(CONFIG, grid, 4000)
         found = step(model, reducer, [make_batch(10 * member.rank), make_batch(10 * member.rank + 1)])
         return {name: gradient.flatten()[:50].tolist() for name, gradient in found.items()}
     finally:

@@ -1,0 +1,160 @@
+"""The model: a Llama-style decoder as a list of blocks (Touvron et al. 2023; QK-norm as in Qwen3), or a slice of it.
+
+Owns: embedding, the order of blocks, and the loss. Parameters are named as in params.decoder_table and get their
+values from init.py. All fused operations come from the `Ops` it is given.
+
+Shapes: B rows, S positions, T tokens of the residual stream that this rank holds, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ...conf.schema import ModelConfig
+from ...kernels import Ops
+from ...kernels.rope import rope_cos_sin
+from ..linear import WeightGradients, add_or_copy, embed, gradient_dtype, linear
+from ..parallel.stages import StageSpec, whole
+from ..params import head_dim
+from .block import Block, add_norm
+from .forward_pass import IGNORE, DropoutKey, ForwardPass, Sums
+from .parts import Parts
+from .rotary import inverse_frequencies
+
+if TYPE_CHECKING:
+    from ..data.dataset import Batch
+
+
+class Decoder(nn.Module):
+    """One pipeline stage: the first has the embedding, the last has norm, output projection and loss."""
+
+    def __init__(self, parts: Parts, stage: StageSpec) -> None:
+        super().__init__()
+        self.config, self.ops, self.queue, self.stage = parts.config, parts.ops, parts.queue, stage
+        if stage.is_first or (stage.is_last and parts.config.tied_embeddings):
+            self.embedding = parts.parameter("embedding")
+        self.blocks = nn.ModuleDict({str(i): Block(parts, i) for i in stage.layers})
+        if stage.is_last:
+            self.norm = parts.parameter("norm")
+            if not parts.config.tied_embeddings:
+                self.head = parts.parameter("head")
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """[V, D]"""
+        return self.embedding if self.config.tied_embeddings else self.head
+
+    def forward(
+        self, batch: Batch, scale: float = 1.0, dropout: DropoutKey | None = None, x_TD: Tensor | None = None
+    ) -> Sums | Tensor:
+        """One pass of a micro-batch through this stage; dropout=None is evaluation.
+
+        x_TD: the stream from the stage before; None in the first. Returns the stream for the next stage, or in the last
+        one Sums, whose objective is multiplied by `scale`.
+        """
+        if self.stage.is_last:
+            return self._sums(self.hidden(batch, dropout, x_TD), batch.targets.reshape(-1), scale)
+        x_TD, branch_TD = self._blocks(batch, dropout, x_TD)
+        return x_TD if branch_TD is None else x_TD + branch_TD
+
+    def hidden(self, batch: Batch, dropout: DropoutKey | None = None, x_TD: Tensor | None = None) -> Tensor:
+        """The last stage's normed hidden states before the output projection, [T, D]."""
+        x_TD, branch_TD = self._blocks(batch, dropout, x_TD)
+        return add_norm(self.ops, x_TD, branch_TD, self.norm, self.config.norm_eps)[0]
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[B, S, V], of a model in one stage, without dropout."""
+        return linear(self.hidden(batch), self.output_weight, self.queue).view(*batch.tokens.shape, -1)
+
+    def _blocks(self, batch: Batch, dropout: DropoutKey | None, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The stream after the last block, as the sum so far and what the last branch adds to it."""
+        if x_TD is None:
+            assert self.stage.is_first
+            x_TD = embed(batch.tokens.reshape(-1), self.embedding, self.queue)
+        inv_freq = inverse_frequencies(head_dim(self.config), self.config.rope_theta, batch.positions.device)
+        cos_sin = rope_cos_sin(batch.positions, inv_freq, dtype=x_TD.dtype)
+        numbers_T = _token_numbers(batch) if dropout is not None and self.config.dropout > 0.0 else None
+        shared = ForwardPass(batch, inv_freq, cos_sin, dropout, numbers_T)
+        branch_TD = None
+        for block in self.blocks.values():
+            x_TD, branch_TD = block(x_TD, branch_TD, shared)
+        return x_TD, branch_TD
+
+    def _sums(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> Sums:
+        """Loss of hidden states against targets; IGNORE counts nowhere."""
+        losses_T, lse_T = self._losses(h_TD, targets_T, scale)
+        total = losses_T.sum()
+        counted_T = targets_T != IGNORE
+        loss = total.detach()
+        if self.config.z_loss:
+            loss = loss - self.config.z_loss * lse_T.square().masked_fill(~counted_T, 0.0).sum()
+        return Sums(total * scale, loss, counted_T.sum())
+
+    def _losses(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """(losses, log-sum-exps), [T] each."""
+        weight, z_loss = self.output_weight, self.config.z_loss
+        if weight.dtype != gradient_dtype(weight.dtype):
+            # Half precision: the joint op forms logits in float32, which takes longer than all logits at once.
+            logits_TV = linear(h_TD, weight, self.queue)
+            return self.ops.cross_entropy(logits_TV, targets_T, IGNORE, z_loss, return_lse=True)
+        # `scale` is promised, so gradients are formed while a chunk's logits exist: 0.8 of the time of all logits.
+        return self.ops.linear_cross_entropy(
+            h_TD,
+            weight,
+            targets_T,
+            IGNORE,
+            z_loss,
+            return_lse=True,
+            token_grad=scale,
+            grad_weight_out=lambda gradient: self.queue.push(weight, partial(add_or_copy, gradient)),
+        )
+
+
+class Stages(nn.Module):
+    """Several stages on one rank. Parameters go by their names in the whole model; a tied one is a single tensor."""
+
+    def __init__(self, stages: Sequence[Decoder]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        with_embedding = [stage for stage in stages if hasattr(stage, "embedding")]
+        for stage in with_embedding[1:]:
+            stage.embedding = with_embedding[0].embedding
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """By the name in the parameter table."""
+        for stage in self.stages:
+            try:
+                return stage.get_parameter(target)
+            except AttributeError:
+                continue
+        raise AttributeError(f"no stage of this rank has {target}")
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of one model."""
+        seen: set[str] = set()
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters(prefix, recurse, remove_duplicate):
+                if name not in seen:
+                    seen.add(name)
+                    yield name, parameter
+
+
+def whole_model(
+    config: ModelConfig, ops: Ops, queue: WeightGradients | None = None, dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """All of a model on this process, without values yet."""
+    return Decoder(Parts.of(config, ops, queue or WeightGradients(), dtype=dtype), whole(config.num_layers))
+
+
+def _token_numbers(batch: Batch) -> Tensor:
+    """[T] int64: the same token has the same number however batches are split over ranks and micro-steps."""
+    length = batch.tokens.shape[1]
+    numbers_BS = batch.samples.unsqueeze(1) * length + torch.arange(length, device=batch.tokens.device)
+    return numbers_BS.reshape(-1)

@@ -1,0 +1,43 @@
+"""What goes into a forward pass and comes out of it, besides activations.
+
+Shapes: B rows, S positions, T tokens of the residual stream that this rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..data.dataset import Batch
+
+IGNORE = -100  # target that counts in no loss
+
+
+class Sums(NamedTuple):
+    """What a forward pass returns: sums over the batch's counted targets, never means."""
+
+    objective: Tensor  # scalar, differentiable: scale x (cross-entropy + z-loss)
+    loss: Tensor  # scalar, detached: cross-entropy in nats
+    tokens: Tensor  # scalar int64: how many targets count
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """With the sample's number and the site, all that decides which features are dropped."""
+
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What every block of one forward pass shares."""
+
+    batch: Batch
+    inv_freq: Tensor  # [E / 2]
+    cos_sin: tuple[Tensor, Tensor]
+    dropout: DropoutKey | None
+    numbers_T: Tensor | None  # number of each token of the stream in the whole run, for dropout

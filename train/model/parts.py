@@ -1,0 +1,53 @@
+"""What every module of the model is built from: settings, operations, the queue of weight gradients, and the axes.
+
+Owns: making parameters of the right local shape. Which shape that is stands in the parameter table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...conf.schema import ModelConfig
+from ...kernels import Ops
+from ..grid import Grid, single
+from ..linear import WeightGradients
+from ..parallel.tensor import TensorAxis
+from ..params import ParamTable, decoder_table
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`device` may be meta: the model then has shapes and no values."""
+
+    config: ModelConfig
+    ops: Ops
+    queue: WeightGradients
+    table: ParamTable
+    grid: Grid
+    tensor: TensorAxis
+    device: torch.device
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        config: ModelConfig,
+        ops: Ops,
+        queue: WeightGradients,
+        grid: Grid | None = None,
+        table: ParamTable | None = None,
+        sequence: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> Parts:
+        """On `grid` (None: a single process), device None: the grid's."""
+        grid = grid or single()
+        axis = TensorAxis(grid.tensor, sequence)
+        table = table or decoder_table(config, axis.cuts_tokens, grid.pipeline.size > 1)
+        return Parts(config, ops, queue, table, grid, axis, device or grid.device, dtype)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """This rank's part of the named parameter, without values yet."""
+        return nn.Parameter(torch.empty(self.table.box(name, self.grid).shape, dtype=self.dtype, device=self.device))

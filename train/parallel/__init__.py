@@ -1,0 +1,1 @@
+"""What makes one model run on many ranks: one file per parallel dimension."""
