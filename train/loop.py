@@ -350,7 +350,12 @@ class Trainer:
 
 
 def _dtype(config: Config) -> torch.dtype:
-    return torch.bfloat16 if config.precision.params is ParamDtype.bfloat16 else torch.float32
+    dtypes = {
+        ParamDtype.float64: torch.float64,
+        ParamDtype.float32: torch.float32,
+        ParamDtype.bfloat16: torch.bfloat16,
+    }
+    return dtypes[config.precision.params]
 
 
 def _open_data(config: Config, grid: Grid, consumed_samples: int, fingerprints: Any) -> TrainingData:

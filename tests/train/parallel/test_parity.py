@@ -1,0 +1,42 @@
+"""The same mathematics on every layout: loss, every gradient, norm and weights against one process, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+from parity import configured
+
+# name -> (ranks, parallel, other sections)
+Case = tuple[int, dict[str, Any], dict[str, dict[str, Any]]]
+
+CASES: dict[str, Case] = {
+    "ddp 2": (2, {}, {}),
+    "ddp 4, documents masked, uneven batch": (
+        4,
+        {},
+        {"data": {"mask_documents": True, "reset_positions": True}, "train": {"global_batch": 6, "micro_batch": 1}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_data: Path) -> Any:
+    """The run of a case on one process; cases that differ in their layout alone share it."""
+    known: dict[str, parity.Run] = {}
+
+    def run(other: dict[str, dict[str, Any]]) -> parity.Run:
+        if repr(other) not in known:
+            known[repr(other)] = parity.run(None, configured(tiny_data, **other))
+        return known[repr(other)]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_computes_what_one_process_computes(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
+    world, layout, other = CASES[name]
+    found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
+    parity.assert_same(found, alone(other))
