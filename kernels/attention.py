@@ -1,18 +1,21 @@
 """Causal self-attention with grouped queries, packed documents, sliding window and soft cap: signature and reference.
 
-Probability dropout is not offered. Sequence parallelism combines results by the log-sum-exp given on request.
+Probability dropout is not offered. Memory is linear in the length: what torch's own attention cannot do without a mask
+goes by chunks of queries (attention_blocks.py).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol, overload
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .numerics import accumulate_dtype
+from .attention_blocks import Place, Rule, block_backward, block_forward
+from .numerics import accumulate_dtype, apply
 
 
 class Attention(Protocol):
@@ -65,60 +68,74 @@ def attention(
     promote_types(dtype, float32), differentiable here. Everything is computed in that dtype and rounded once.
     Raises ValueError on shapes, window < 1, softcap <= 0.
     """
-    _check(q, k, v, doc_ids, window, softcap)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    check_attention(q, k, v, doc_ids, window, softcap)
     wide = accumulate_dtype(q.dtype)
-    # Heads before sequence, as torch's own attention has it.
-    q_BHSD, k_BKSD, v_BKSD = (t.to(wide).transpose(1, 2) for t in (q, k, v))
-    mask = _visible(q.shape[1], doc_ids, window, q.device)
-    if softcap is None and not return_lse:
-        out = F.scaled_dot_product_attention(
-            q_BHSD,
-            k_BKSD,
-            v_BKSD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return out.transpose(1, 2).to(q.dtype)
-    out, lse = _explicit(q_BHSD, k_BKSD, v_BKSD, mask, scale, softcap)
-    out = out.transpose(1, 2).to(q.dtype)
+    if is_plain(q, doc_ids, window, softcap) and not return_lse:
+        return plain_attention(q.to(wide), k.to(wide), v.to(wide), scale).to(q.dtype)
+    out, lse = chunked_attention(q.to(wide), k.to(wide), v.to(wide), doc_ids, window, scale, softcap)
+    out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
 
-def _visible(length: int, doc_ids: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
-    """True where a query (row) may look at a key (column): [B or 1, 1, S, S], or None for plain causal."""
-    if doc_ids is None and (window is None or window >= length):
-        return None
-    at = torch.arange(length, device=device)
-    distance = at.unsqueeze(1) - at
-    mask = (distance >= 0).unsqueeze(0)
-    if window is not None:
-        mask = mask & (distance < window)
-    if doc_ids is not None:
-        mask = mask & (doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1))
-    return mask.unsqueeze(1)
+def is_plain(q: Tensor, doc_ids: Tensor | None, window: int | None, softcap: float | None) -> bool:
+    """Whether causal order is all there is to it."""
+    return doc_ids is None and softcap is None and (window is None or window >= q.shape[1])
 
 
-def _explicit(
-    q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Torch's own, in the dtype of q: the kernel is its choice."""
+    # Heads before sequence, as torch's own attention has it.
+    q_BHSD, k_BKSD, v_BKSD = (t.transpose(1, 2) for t in (q, k, v))
+    grouped = q.shape[2] != k.shape[2]
+    out = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    doc_ids: Tensor | None,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """With all scores in memory: what torch's own attention does not offer."""
-    n_kv, length = k_BKSD.shape[1], q_BHSD.shape[2]
-    q_BKGSD = q_BHSD.unflatten(1, (n_kv, q_BHSD.shape[1] // n_kv))
-    scores = (q_BKGSD * scale) @ k_BKSD.unsqueeze(2).transpose(-1, -2)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()[None, None]
-    scores = scores.masked_fill(~mask.unsqueeze(2), -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    out = torch.exp(scores - lse.unsqueeze(-1)) @ v_BKSD.unsqueeze(2)
-    return out.flatten(1, 2), lse.flatten(1, 2)
+    """(out, log-sum-exp) in the dtype of q: nothing of S x S is in memory at once, nor kept for the backward pass."""
+    rule = Rule(1 / math.sqrt(q.shape[-1]) if scale is None else scale, window, softcap)
+    result: tuple[Tensor, Tensor] = apply(_Chunked, q, k, v, doc_ids, rule)
+    return result
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, window: int | None, softcap: float | None) -> None:
+class _Chunked(torch.autograd.Function):
+    """One block: all queries to all keys."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.rule = rule
+        place = Place(q_docs=doc_ids, k_docs=doc_ids)
+        out_BHSD, lse_BHS = block_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rule, place)
+        out = out_BHSD.transpose(1, 2)
+        ctx.save_for_backward(q, k, v, doc_ids, out, lse_BHS)
+        return out, lse_BHS
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, doc_ids, out, lse = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(out)
+        g_BHSD, q_BHSD, k_BKSD, v_BKSD, out_BHSD = (t.transpose(1, 2) for t in (grad, q, k, v, out))
+        place = Place(q_docs=doc_ids, k_docs=doc_ids)
+        grads = block_backward(g_BHSD, q_BHSD, k_BKSD, v_BKSD, out_BHSD, lse, ctx.rule, place, grad_lse)
+        dq, dk, dv = (g.transpose(1, 2).to(q.dtype) for g in grads)
+        return dq, dk, dv, None, None
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, window: int | None, softcap: float | None
+) -> None:
+    """Raises ValueError for what `attention` refuses, whatever computes it."""
     if q.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3:] != q.shape[3:] or v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "

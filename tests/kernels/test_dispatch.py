@@ -172,7 +172,7 @@ def test_ops_compile_without_graph_breaks():
     def block(x, head):
         y, total = ops.rmsnorm(x, weight, 1e-5, x * 2)
         q, k = ops.rope(y.unflatten(-1, (2, 8)), y.unflatten(-1, (2, 8)), positions, inv_freq)
-        z = ops.attention(q, k, q, window=3).flatten(2)
+        z = ops.attention(q, k, y.unflatten(-1, (2, 8)), window=3).flatten(2)
         z = ops.geglu(ops.swiglu(z, total), ops.gelu(total))
         z = ops.layernorm(z, weight, weight, 1e-5)
         return ops.cross_entropy(z @ head.T, positions).sum()

@@ -6,8 +6,8 @@ concern, which window a sample is sampling.py's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,16 @@ IGNORE = -100  # target that counts in no loss, as in torch.nn.functional.cross_
 
 
 @dataclass(frozen=True)
+class RowPart:
+    """Which tokens of each row a batch holds, where context parallelism cuts rows; and what it knows of the others."""
+
+    indices: torch.Tensor  # [S] int64: places within the row, ascending
+    row_length: int
+    doc_ids: torch.Tensor | None  # [n, row_length], of the whole rows
+    spans: tuple[tuple[tuple[int, int], ...], ...] | None  # per row and chunk of the ring: least and greatest document
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch of n rows of S tokens; all tensors int64, contiguous, not to be written (some are shared)."""
 
@@ -29,6 +39,15 @@ class Batch:
     positions: torch.Tensor  # [n, S]: 0 .. S-1, or starting over at each document
     doc_ids: torch.Tensor | None  # [n, S]: number of the document within its row; None: documents are not told apart
     samples: torch.Tensor  # [n]: sample number in the whole run, -1 in the rows that only fill up
+    part: RowPart | None = None  # None: whole rows
+
+    @property
+    def token_numbers(self) -> torch.Tensor:
+        """[n, S]: the same token has the same number however batches are split over ranks and micro-steps."""
+        if self.part is not None:
+            return self.samples.unsqueeze(1) * self.part.row_length + self.part.indices
+        length = self.tokens.shape[1]
+        return self.samples.unsqueeze(1) * length + torch.arange(length, device=self.tokens.device)
 
     def to(self, device: torch.device | str) -> Batch:
         """On another device; the copy is asynchronous from pinned memory."""
@@ -40,13 +59,28 @@ class Batch:
 
     def split(self, parts: int) -> list[Batch]:
         """Equal parts along the rows, without a copy."""
-        doc_ids = [None] * parts if self.doc_ids is None else self.doc_ids.chunk(parts)
-        others = (t.chunk(parts) for t in (self.tokens, self.targets, self.positions))
-        return [Batch(*part) for part in zip(*others, doc_ids, self.samples.chunk(parts), strict=True)]
+        rows = len(self.samples) // parts
+        assert rows * parts == len(self.samples), f"{len(self.samples)} rows in {parts} parts"
+        return [self._rows(slice(i * rows, (i + 1) * rows)) for i in range(parts)]
 
-    def _each(self, move: Any) -> Batch:
+    def _rows(self, rows: slice) -> Batch:
+        part = self.part
+        if part is not None:
+            doc_ids = None if part.doc_ids is None else part.doc_ids[rows]
+            part = replace(part, doc_ids=doc_ids, spans=None if part.spans is None else part.spans[rows])
+        doc_ids = None if self.doc_ids is None else self.doc_ids[rows]
+        tokens, targets, positions, samples = (
+            t[rows] for t in (self.tokens, self.targets, self.positions, self.samples)
+        )
+        return Batch(tokens, targets, positions, doc_ids, samples, part)
+
+    def _each(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        part = self.part
+        if part is not None:
+            whole = None if part.doc_ids is None else move(part.doc_ids)
+            part = replace(part, indices=move(part.indices), doc_ids=whole)
         doc_ids = None if self.doc_ids is None else move(self.doc_ids)
-        return Batch(move(self.tokens), move(self.targets), move(self.positions), doc_ids, move(self.samples))
+        return Batch(move(self.tokens), move(self.targets), move(self.positions), doc_ids, move(self.samples), part)
 
 
 @dataclass(frozen=True)
