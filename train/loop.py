@@ -17,14 +17,23 @@ from typing import Any
 
 import torch
 
-from ..conf.schema import Config, ParamDtype
+from ..conf.schema import Config
 from ..kernels import Ops, select
 from ..launcher.run.heartbeat import Phase
+from .assemble import (
+    build_data_parallel,
+    build_engine,
+    build_optimizer,
+    build_stages,
+    join,
+    param_dtype,
+    stages_of,
+    table_of,
+)
 from .context import RunContext
 from .data.build import DataSpec, TrainingData, build_data
 from .data.dataset import Batch
 from .device import memory_gib, set_determinism
-from .engine import Accumulation
 from .errors import BadInputError, DivergedError, StorageError
 from .evaluate import evaluate
 from .flops import flops_per_token, peak_flops
@@ -32,11 +41,7 @@ from .grid import Grid
 from .init import initialize
 from .linear import WeightGradients
 from .metrics import Clock, StepLog, StepMetrics, append
-from .model import Decoder, DropoutKey, Parts
-from .optim import AdamW
-from .parallel.ddp import DistributedDataParallel
-from .parallel.stages import StageSpec, whole
-from .params import decoder_table
+from .model import DropoutKey
 from .profile import StepProfile
 from .progress import Progress, Totals
 from .schedule import LearningRate
@@ -62,18 +67,16 @@ class Trainer:
         """Use `build`."""
         self.config, self.grid, self.context, self.ops = config, grid, context, ops
         self.queue, self.clock = WeightGradients(), Clock()
-        sequence = config.parallel.sequence and grid.tensor.size > 1
-        whole_table = decoder_table(config.model, sequence, grid.pipeline.size > 1)
-        stages = [whole(config.model.num_layers)]
-        self.table = whole_table.part(stages)
-        self.model = self._build_model(stages)
+        whole_table, specs = table_of(config, grid), stages_of(config, grid)
+        self.table = whole_table.part(specs)
+        stages = build_stages(config, grid, ops, self.queue, self.table, specs)
+        self.model = join(stages)
         self.table.check(self.model, grid)
         initialize(self.model, self.table, grid, config.seed)
-        bucket_bytes = int(config.parallel.bucket_mb * 2**20)
-        self.data_parallel = DistributedDataParallel(self.model, self.table, grid, ops, bucket_bytes)
+        self.data_parallel = build_data_parallel(config, grid, ops, self.table, self.model)
         self.queue.sink = self.data_parallel.sink
-        self.optimizer = AdamW(self.data_parallel.shards, self.table, config.optim, ops)
-        self.engine = Accumulation(self.model, self.queue, self.data_parallel, grid, context.pulse, self.clock)
+        self.optimizer = build_optimizer(config, grid, ops, self.table, self.data_parallel)
+        self.engine = build_engine(config, grid, stages, self.queue, self.data_parallel, context.pulse, self.clock)
         self.schedule = LearningRate.of(config.optim, config.train.steps)
         self.checkpointer = Checkpointer(context, grid, config.checkpoint.keep)
         self.progress = Progress()
@@ -86,22 +89,8 @@ class Trainer:
         self._scale = 1.0 / (config.train.global_batch * config.data.seq_len)
         self._numel = whole_table.numel
         self._flops = flops_per_token(config.model, whole_table, config.data.seq_len)
-        peak = peak_flops(grid.device, _dtype(config))
+        peak = peak_flops(grid.device, param_dtype(config))
         self._peak = None if peak is None else peak * grid.world_size
-
-    def _build_model(self, stages: list[StageSpec]) -> Decoder:
-        """This rank's part of the model, without values yet."""
-        config = self.config
-        parts = Parts.of(
-            config.model,
-            self.ops,
-            self.queue,
-            self.grid,
-            self.table,
-            config.parallel.sequence,
-            _dtype(config),
-        )
-        return Decoder(parts, stages[0])
 
     @classmethod
     def build(cls, config: Config, grid: Grid, context: RunContext) -> Trainer:
@@ -180,7 +169,7 @@ class Trainer:
         if self.grid.rank == 0:
             assert self.data is not None
             print(
-                f"{self._numel:,} parameters in {_dtype(self.config)}, {self.grid.data.size} data-parallel ranks, "
+                f"{self._numel:,} parameters in {param_dtype(self.config)}, {self.grid.data.size} data-parallel ranks, "
                 f"{self.data.train.micro_steps} micro-steps per step, from step {self.progress.step}"
             )
             for choice in self.ops.choices:
@@ -347,15 +336,6 @@ class Trainer:
             if changed:
                 self._report("settings_changed", step=self.progress.step, changes=changed)
         self.data = _open_data(self.config, self.grid, self.progress.consumed_samples, fingerprints)
-
-
-def _dtype(config: Config) -> torch.dtype:
-    dtypes = {
-        ParamDtype.float64: torch.float64,
-        ParamDtype.float32: torch.float32,
-        ParamDtype.bfloat16: torch.bfloat16,
-    }
-    return dtypes[config.precision.params]
 
 
 def _open_data(config: Config, grid: Grid, consumed_samples: int, fingerprints: Any) -> TrainingData:

@@ -1,0 +1,81 @@
+"""Putting a trainer together: which stages, model, data parallelism, optimizer and engine a configuration asks for.
+
+Owns: the choices, one function each. Does not own: any of the parts, or the order of a step (loop.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..conf.schema import Config, ParamDtype
+from ..kernels import Ops
+from .engine import Accumulation, Engine
+from .grid import Grid
+from .linear import WeightGradients
+from .metrics import Clock
+from .model import Decoder, Parts, Stages
+from .optim import AdamW
+from .parallel.data import DataParallel
+from .parallel.ddp import DistributedDataParallel
+from .parallel.stages import StageSpec, whole
+from .params import ParamTable, decoder_table
+from .pulse import Pulse
+
+_DTYPES = {
+    ParamDtype.float64: torch.float64,
+    ParamDtype.float32: torch.float32,
+    ParamDtype.bfloat16: torch.bfloat16,
+}
+
+
+def param_dtype(config: Config) -> torch.dtype:
+    """Of the weights."""
+    return _DTYPES[config.precision.params]
+
+
+def stages_of(config: Config, grid: Grid) -> list[StageSpec]:
+    """The pipeline stages of this rank, in the order of the forward pass."""
+    return [whole(config.model.num_layers)]
+
+
+def table_of(config: Config, grid: Grid) -> ParamTable:
+    """The parameters of the whole model, and how this layout cuts them."""
+    sequence = config.parallel.sequence and grid.tensor.size > 1
+    return decoder_table(config.model, sequence, grid.pipeline.size > 1)
+
+
+def build_stages(
+    config: Config, grid: Grid, ops: Ops, queue: WeightGradients, table: ParamTable, stages: list[StageSpec]
+) -> list[Decoder]:
+    """The modules of this rank's stages, without values yet."""
+    parts = Parts.of(config.model, ops, queue, grid, table, config.parallel.sequence, param_dtype(config))
+    return [Decoder(parts, stage) for stage in stages]
+
+
+def join(stages: list[Decoder]) -> nn.Module:
+    """One module with all of a rank's parameters, by their names in the whole model."""
+    return stages[0] if len(stages) == 1 else Stages(stages)
+
+
+def build_data_parallel(config: Config, grid: Grid, ops: Ops, table: ParamTable, model: nn.Module) -> DataParallel:
+    """How this rank's weights, gradients and optimizer state lie over the ranks that read other samples."""
+    return DistributedDataParallel(model, table, grid, ops, int(config.parallel.bucket_mb * 2**20))
+
+
+def build_optimizer(config: Config, grid: Grid, ops: Ops, table: ParamTable, share: DataParallel) -> AdamW:
+    """Of this rank's shards."""
+    return AdamW(share.shards, table, config.optim, ops)
+
+
+def build_engine(
+    config: Config,
+    grid: Grid,
+    stages: list[Decoder],
+    queue: WeightGradients,
+    share: DataParallel,
+    pulse: Pulse,
+    clock: Clock,
+) -> Engine:
+    """What runs forward and backward passes."""
+    return Accumulation(stages[0], queue, share, grid, pulse, clock)
