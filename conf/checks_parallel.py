@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .checks_pipeline import pipeline_rules
 from .layout import Layout, LayoutError
 from .problems import Problem
 from .schema import Config
@@ -20,6 +21,9 @@ def parallel_rules(config: Config) -> Iterator[Problem]:
         return
     for rule in (_layout, _heads, _widths, _tokens):
         yield from rule(config)
+    layout = layout_of(config)
+    if layout is not None:
+        yield from pipeline_rules(config, layout)
 
 
 def layout_of(config: Config) -> Layout | None:

@@ -159,6 +159,19 @@ class Communicator:
             receives = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=source) for t in received]
             return received, Work(*dist.batch_isend_irecv([*sends, *receives]))
 
+    def send_async(self, tensor: torch.Tensor, to: int) -> Work:
+        """To rank `to` of the group, which receives it. Raises PeerLostError."""
+        self._on_collective()
+        with lost_peers():
+            return Work(dist.isend(tensor.contiguous(), group=self.group, group_dst=to))
+
+    def receive(self, out: torch.Tensor, source: int) -> torch.Tensor:
+        """Into `out` from rank `source`, which sends as much. Raises PeerLostError."""
+        self._on_collective()
+        with lost_peers():
+            dist.recv(out, group=self.group, group_src=source)
+        return out
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """In place, from the group's rank `source`. Raises PeerLostError."""
         if self.size > 1:

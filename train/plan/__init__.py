@@ -1,0 +1,1 @@
+"""What can be said of a run before any device is taken: schedules, memory, communication, time."""
