@@ -128,21 +128,23 @@ class Communicator:
 
         Returns the rows received, by rank. Raises PeerLostError.
         """
+        received, work = self.all_to_all_async(tensor, send, receive)
+        work.wait()
+        return received
+
+    def all_to_all_async(
+        self, tensor: torch.Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, Work]:
+        """As all_to_all; the rows hold their values once the work is waited for."""
         if self.size == 1:
-            return tensor
+            return tensor, Work(None)
         tensor = tensor.contiguous()
         rows = tensor.shape[0] if receive is None else sum(receive)
         out = tensor.new_empty(rows, *tensor.shape[1:])
+        counts = (None if receive is None else list(receive), None if send is None else list(send))
         self._on_collective()
         with lost_peers():
-            dist.all_to_all_single(
-                out,
-                tensor,
-                None if receive is None else list(receive),
-                None if send is None else list(send),
-                group=self.group,
-            )
-        return out
+            return out, Work(dist.all_to_all_single(out, tensor, *counts, group=self.group, async_op=True))
 
     def shift(self, tensors: Sequence[torch.Tensor], by: int = 1) -> tuple[list[torch.Tensor], Work]:
         """Send tensors to the rank `by` places on around the ring, and receive as many from `by` places before.

@@ -81,6 +81,7 @@ class WeightGradients:
         """
         waiting, self._waiting = self._waiting, []
 
+        @torch.no_grad()  # inputs are graph members, and nobody differentiates their products again
         def work() -> None:
             for each in waiting:
                 each()
@@ -141,11 +142,11 @@ class _Project(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx_TI = dy_TO @ weight if dx_TI is None else dx_TI.addmm_(dy_TO, weight)
             if weight.requires_grad:
-                ctx.queue.push(weight, _Product(dy_TO, x_TI))
+                ctx.queue.push(weight, Product(dy_TO, x_TI))
         return (None if dx_TI is None else dx_TI.view_as(x), *(None for _ in range(1 + len(grads))))
 
 
-class _Product:
+class Product:
     """buffer (+)= dy.T @ x, in the buffer's dtype."""
 
     __slots__ = ("dy_TO", "x_TI")
@@ -158,10 +159,10 @@ class _Product:
         if buffer.dtype == dy_OT.dtype:
             buffer.addmm_(dy_OT, self.x_TI, beta=int(holds_sum))
             return
-        add_or_copy(_narrow_product(dy_OT, self.x_TI, buffer.dtype), buffer, holds_sum)
+        add_or_copy(narrow_product(dy_OT, self.x_TI, buffer.dtype), buffer, holds_sum)
 
 
-def _narrow_product(dy_OT: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow_product(dy_OT: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
     """The product of half-precision factors: on CUDA it leaves the accumulators unrounded, elsewhere rounded once."""
     if dy_OT.is_cuda:
         return torch.mm(dy_OT, x_TI, dtype)

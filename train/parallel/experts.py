@@ -1,0 +1,223 @@
+"""Expert parallelism: tokens travel to the ranks that hold the experts they chose, and back (dropless: none is cut).
+
+Owns: the exchange of counts, the order in which copies of tokens lie, both all-to-alls and their derivatives. Does not
+own: who chooses which expert and why, or what an expert computes (the mixture of experts).
+
+Every copy of a token has a fixed place: by expert, then by the rank it came from, then by token. Sums over the copies
+of a token run in the order of its choices, without atomic additions: two runs of one layout agree bit by bit.
+
+Shapes: T tokens of this rank, K experts per token, D features, E experts, R ranks that share them; N copies that this
+rank sends (T x K less those of padding), M copies that its own experts get.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...kernels.numerics import accumulate_dtype, apply
+from ..comm import Communicator, Work
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """How the rows of a tensor [M, ...] are shared out among this rank's experts: neighbours, in the experts' order."""
+
+    counts: tuple[int, ...]  # rows of each
+    ends: Tensor  # int32, where the rows of each end; on the device
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    def slices(self) -> list[slice]:
+        """The rows of each expert."""
+        ends = list(accumulate(self.counts, initial=0))
+        return [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Where the copies of this rank's tokens go: made once per forward pass, used on every way."""
+
+    tokens_N: Tensor  # int64: which token each copy is of, in the order in which copies are sent
+    copies_N: Tensor  # int64: which of the T x K choices it is
+    places_TK: Tensor  # int64: where each choice's copy lies among the N; anywhere for padding
+    real_T1: Tensor | None  # bool: which tokens are no padding; None: all
+    send: tuple[int, ...]  # rows to each rank
+    receive: tuple[int, ...]  # rows from each rank
+    by_expert_M: Tensor | None  # int64: from the order of arrival (rank, expert) to (expert, rank); None: the same
+    by_rank_M: Tensor | None  # int64: and back
+    groups: Groups
+    load_E: Tensor  # int64: copies that this rank sends to each expert of the layer
+
+
+class ExpertAxis:
+    """The ranks that share one set of experts: rank r of R holds the experts r x E / R and on, E / R of them."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def local(self, num_experts: int) -> int:
+        """How many of the experts this rank holds."""
+        assert num_experts % self.comm.size == 0, f"{num_experts} experts over {self.comm.size} ranks"
+        return num_experts // self.comm.size
+
+    @torch.no_grad()
+    def routes(self, choice_TK: Tensor, num_experts: int, is_real_T: Tensor | None = None) -> Routes:
+        """Plan the ways of one batch's tokens. Collective; the host waits for the device once, to learn the counts.
+
+        choice_TK: int64, expert numbers, distinct within a row. is_real_T: bool, False for tokens that only fill up:
+        they are sent nowhere and counted nowhere; None: all are real. Raises PeerLostError.
+        """
+        size, device, (tokens, choices) = self.comm.size, choice_TK.device, choice_TK.shape
+        if is_real_T is not None:
+            choice_TK = choice_TK.masked_fill(~is_real_T[:, None], num_experts)  # behind all experts, and cut off there
+        flat = choice_TK.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        load_E = _histogram(flat, num_experts + 1)[:num_experts]
+        arriving_RE = self.comm.all_to_all(load_E).view(size, -1)
+        sent, arriving = torch.stack([load_E.view(size, -1), arriving_RE]).tolist()
+        copies_N = order[: sum(map(sum, sent))]
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=device)
+        by_expert_M, by_rank_M = _regroup(arriving_RE, sum(map(sum, arriving)))
+        counts = tuple(map(sum, zip(*arriving, strict=True)))
+        return Routes(
+            tokens_N=copies_N // choices,
+            copies_N=copies_N,
+            places_TK=places.clamp_(max=max(0, len(copies_N) - 1)).view(tokens, choices),
+            real_T1=None if is_real_T is None else is_real_T[:, None],
+            send=tuple(map(sum, sent)),
+            receive=tuple(map(sum, arriving)),
+            by_expert_M=by_expert_M,
+            by_rank_M=by_rank_M,
+            groups=Groups(counts, arriving_RE.sum(0).cumsum(0).to(torch.int32)),
+            load_E=load_E,
+        )
+
+    def dispatch(self, x_TD: Tensor, routes: Routes) -> Transfer:
+        """Send the copies off; `Transfer.arrive` waits for those of this rank's experts. Raises PeerLostError."""
+        transfer = Transfer(self.comm, routes)
+        transfer.rows = apply(_Send, x_TD, transfer)
+        return transfer
+
+    def combine(self, rows_MD: Tensor, weights_TK: Tensor, routes: Routes) -> Tensor:
+        """Send what the experts made of the copies back, and sum each token's by weight: [T, D], in the rows' dtype.
+
+        weights_TK: in at least float32; the sum is formed in their dtype. Padding gets 0. Raises PeerLostError.
+        """
+        if routes.real_T1 is not None:
+            weights_TK = weights_TK * routes.real_T1
+        return apply(_Combine, rows_MD, weights_TK, self.comm, routes)
+
+
+class Transfer:
+    """Copies on their way to the experts: what lies between start and arrival runs while they travel, in both passes
+    (backward, gradients leave at `arrive` and are waited for where the copies were sent off)."""
+
+    def __init__(self, comm: Communicator, routes: Routes) -> None:
+        self.comm, self.routes = comm, routes
+        self.rows: Tensor
+        self.work = Work(None)
+
+    def arrive(self) -> Tensor:
+        """[M, D], by expert. Once. Raises PeerLostError."""
+        return apply(_Arrive, self.rows, self)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        routes = transfer.routes
+        rows, transfer.work = transfer.comm.all_to_all_async(x_TD[routes.tokens_N], routes.send, routes.receive)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        """grad_ND: the buffer that _Arrive.backward left to be filled."""
+        ctx.transfer.work.wait()
+        return _sum_copies(grad_ND, ctx.transfer.routes), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, transfer: Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.work.wait()
+        return _rearranged(rows_MD, transfer.routes.by_expert_M)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
+        transfer, routes = ctx.transfer, ctx.transfer.routes
+        grad_MD = _rearranged(grad_MD, routes.by_rank_M)
+        grad_ND, transfer.work = transfer.comm.all_to_all_async(grad_MD, routes.receive, routes.send)
+        return grad_ND, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weights_TK: Tensor, comm: Communicator, routes: Routes) -> Tensor:
+        rows_MD = _rearranged(rows_MD, routes.by_rank_M)
+        back_ND = comm.all_to_all(rows_MD, routes.receive, routes.send)
+        ctx.save_for_backward(back_ND, weights_TK)
+        ctx.comm, ctx.routes = comm, routes
+        return _sum_copies(back_ND, routes, weights_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (back_ND, weights_TK), routes = ctx.saved_tensors, ctx.routes
+        grad_TD = grad_TD.to(weights_TK.dtype)
+        grad_weights_TK = torch.zeros_like(weights_TK)
+        if len(back_ND):
+            for k, places_T in enumerate(routes.places_TK.unbind(1)):
+                grad_weights_TK[:, k] = (grad_TD * back_ND[places_T]).sum(-1)
+        weights_N1 = weights_TK.reshape(-1)[routes.copies_N, None]
+        grad_ND = (grad_TD[routes.tokens_N] * weights_N1).to(back_ND.dtype)
+        grad_MD = ctx.comm.all_to_all(grad_ND, routes.send, routes.receive)
+        return _rearranged(grad_MD, routes.by_expert_M), grad_weights_TK, None, None
+
+
+def _rearranged(rows: Tensor, order: Tensor | None) -> Tensor:
+    return rows.view_as(rows) if order is None else rows[order]
+
+
+def _sum_copies(rows_ND: Tensor, routes: Routes, weights_TK: Tensor | None = None) -> Tensor:
+    """Each token's copies, times their weights, summed in the order of its choices: [T, D]; padding gets 0."""
+    dtype = accumulate_dtype(rows_ND.dtype) if weights_TK is None else weights_TK.dtype
+    tokens, choices = routes.places_TK.shape
+    total_TD = torch.zeros(tokens, rows_ND.shape[1], dtype=dtype, device=rows_ND.device)
+    for k in range(choices if len(rows_ND) else 0):
+        copy_TD = rows_ND[routes.places_TK[:, k]]
+        total_TD += copy_TD if weights_TK is None else copy_TD * weights_TK[:, k, None]
+    if weights_TK is None and routes.real_T1 is not None:
+        total_TD.masked_fill_(~routes.real_T1, 0.0)
+    return total_TD.to(rows_ND.dtype)
+
+
+def _histogram(numbers: Tensor, bins: int) -> Tensor:
+    """How often 0, 1, .. bins - 1 occur: int64, without the wait for the device that torch.bincount brings."""
+    counts = torch.zeros(bins, dtype=torch.int64, device=numbers.device)
+    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
+def _regroup(arriving_RE: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
+    """(by_expert_M, by_rank_M) of Routes, from how many rows come from each rank for each of this rank's experts."""
+    ranks, experts = arriving_RE.shape
+    if ranks == 1 or experts == 1:
+        return None, None
+    numbers = torch.arange(experts, device=arriving_RE.device).repeat(ranks)
+    experts_M = torch.repeat_interleave(numbers, arriving_RE.reshape(-1), output_size=rows)
+    by_expert_M = torch.argsort(experts_M, stable=True)
+    by_rank_M = torch.empty_like(by_expert_M)
+    by_rank_M[by_expert_M] = torch.arange(rows, device=by_rank_M.device)
+    return by_expert_M, by_rank_M
