@@ -203,3 +203,49 @@ def test_one_kernel_for_all_experts_has_the_orientation_of_ours() -> None:
     ours = grouped_mm(x, weight.transpose(1, 2), groups)
     theirs = torch._grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def transformers_block(family: str, config: ModelConfig) -> Any:
+    """(their mixture of experts in float64, attributes of its experts)."""
+    import transformers
+
+    common = {"hidden_size": 12, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    if family == "mixtral":
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        settings = transformers.MixtralConfig(intermediate_size=10, num_local_experts=6, **common)
+        return MixtralSparseMoeBlock(settings).double()
+    if family == "qwen3":
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        settings = transformers.Qwen3MoeConfig(
+            moe_intermediate_size=10, num_experts=6, norm_topk_prob=config.router_normalize, **common
+        )
+        return Qwen3MoeSparseMoeBlock(settings).double()
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    settings = transformers.DeepseekV3Config(
+        moe_intermediate_size=10, n_routed_experts=6, n_group=1, topk_group=1, routed_scaling_factor=2.5, **common
+    )
+    return DeepseekV3MoE(settings).double()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3", "qwen3_not_normalized", "deepseek"])
+def test_outputs_are_those_of_transformers(family: str) -> None:
+    config = replace(CONFIG, router_normalize=not family.endswith("not_normalized"))
+    if family == "deepseek":
+        config = replace(config, router=Router.sigmoid, balance=Balance.bias, router_scale=2.5)
+    theirs = transformers_block(family.split("_")[0], config)
+    ours = build(config)
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router)
+        theirs.experts.gate_up_proj.copy_(torch.cat([ours.experts.gate, ours.experts.up], 1))
+        theirs.experts.down_proj.copy_(ours.experts.down)
+        if family == "deepseek":
+            ours.router_bias = torch.randn(6) * 0.1
+            theirs.gate.e_score_correction_bias.copy_(ours.router_bias)
+            for parameter in theirs.shared_experts.parameters():
+                parameter.zero_()
+    x = torch.randn(2 * LENGTH, 12, dtype=torch.float64)
+    # They form scores in float32.
+    torch.testing.assert_close(ours(x, token_rows(2)), theirs(x[None])[0], rtol=1e-5, atol=1e-6)

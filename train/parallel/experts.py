@@ -123,7 +123,8 @@ class Transfer:
 
     def __init__(self, comm: Communicator, routes: Routes) -> None:
         self.comm, self.routes = comm, routes
-        self.rows: Tensor
+        self.rows: Tensor  # on their way to the experts
+        self.grad_ND: Tensor | None = None  # on its way back
         self.work = Work(None)
 
     def arrive(self) -> Tensor:
@@ -141,10 +142,12 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        """grad_ND: the buffer that _Arrive.backward left to be filled."""
-        ctx.transfer.work.wait()
-        return _sum_copies(grad_ND, ctx.transfer.routes), None
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
+        """grad_MD stands for what _Arrive.backward has sent: autograd wants the shape of the forward pass."""
+        transfer = ctx.transfer
+        transfer.work.wait()
+        grad_ND, transfer.grad_ND = transfer.grad_ND, None
+        return _sum_copies(grad_ND, transfer.routes), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -159,8 +162,8 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:
         transfer, routes = ctx.transfer, ctx.transfer.routes
         grad_MD = _rearranged(grad_MD, routes.by_rank_M)
-        grad_ND, transfer.work = transfer.comm.all_to_all_async(grad_MD, routes.receive, routes.send)
-        return grad_ND, None
+        transfer.grad_ND, transfer.work = transfer.comm.all_to_all_async(grad_MD, routes.receive, routes.send)
+        return grad_MD.new_zeros(1, 1).expand_as(grad_MD), None
 
 
 class _Combine(torch.autograd.Function):
