@@ -15,6 +15,7 @@ from .budgets import budget_problems
 from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
+from .checks_experts import expert_rules
 from .checks_model import around, model_rules, nearest_of
 from .checks_parallel import layout_of, parallel_rules
 from .checks_profile import profile_rules
@@ -58,7 +59,7 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules, profile_rules]
     if not config.task.cmd:  # a script of the user's own reads none of this
         rules += [model_rules, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints]
-        rules += [parallel_rules, data_rules]
+        rules += [parallel_rules, expert_rules, data_rules]
     problems = [problem for rule in rules for problem in rule(config)]
     if files:
         problems += [*root_rules(config), *image_rules(config)]
@@ -111,15 +112,16 @@ _POSITIVE = (
     " model.num_layers model.num_heads model.num_kv_heads model.head_dim model.ffn_size model.rope_theta"
     " model.norm_eps model.rope_theta_local model.rope_factor model.rope_original_length model.rope_low_freq_factor"
     " model.rope_high_freq_factor model.rope_beta_fast model.rope_beta_slow model.attention_scale"
-    " model.embedding_scale model.init_std data.seq_len data.shuffle_block parallel.tensor"
-    " parallel.pipeline parallel.context parallel.expert parallel.bucket_mb parallel.timeout optim.lr optim.eps"
+    " model.embedding_scale model.init_std model.experts_per_token model.router_scale data.seq_len"
+    " data.shuffle_block parallel.tensor parallel.pipeline parallel.context parallel.expert parallel.bucket_mb parallel.timeout optim.lr optim.eps"
     " checkpoint.keep resilience.start_timeout resilience.save_timeout resilience.eval_timeout"
     " resilience.lease resilience.progress_steps tracking.interval cluster.nodes cluster.procs_per_node"
     " cluster.cpus_per_task cluster.omp_threads resilience.bad_node_hours"
 )
 _NOT_NEGATIVE = (
     "seed train.eval_interval model.z_loss model.attention_softcap model.logit_softcap model.sliding_window"
-    " model.global_every model.max_positions model.norm_offset"
+    " model.global_every model.max_positions model.norm_offset model.num_experts model.expert_ffn_size"
+    " model.shared_expert_ffn_size model.dense_layers model.balance_weight model.balance_rate model.router_z_loss"
     " data.validation_tokens data.prefetch parallel.data_shard parallel.pipeline_chunks optim.min_lr"
     " optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
     " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts"

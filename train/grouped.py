@@ -50,9 +50,7 @@ def grouped_mm(x_MI: Tensor, weight_EIO: Tensor, groups: Groups) -> Tensor:
 
 class _GroupedProject(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_MI: Tensor, groups: Groups, queue: WeightGradients, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_MI: Tensor, groups: Groups, queue: WeightGradients, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_MI)
         # Parameters, held as they are: the sink knows them by identity.
         ctx.groups, ctx.weights, ctx.queue = groups, weights, queue

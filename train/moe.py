@@ -158,7 +158,7 @@ class MixtureOfExperts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixtureOfExperts:
         """What is no parameter follows to other devices, in its own dtype."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.router.device
         self.statistics = Statistics(self.config.num_experts, device)
         if self.router_bias is not None:
@@ -184,7 +184,9 @@ class Experts(nn.Module):
 
 def moved_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
     """The bias after one step: up by `rate` for experts with less than the mean load of the global batch, down for
-    those with more (Wang et al. 2024, arXiv:2408.15664, algorithm 1). float32 [E]; load_E: int64 [E], summed over ranks.
+    those with more (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+
+    bias_E: float32. load_E: int64, tokens that chose each expert, summed over all ranks and micro-batches.
     """
     # In whole numbers, so that every layout comes to the same sign.
     return bias_E + rate * torch.sign(load_E.sum() - load_E * len(load_E)).to(bias_E.dtype)

@@ -13,7 +13,7 @@ rank sends (T x K less those of padding), M copies that its own experts get.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Groups:
     def slices(self) -> list[slice]:
         """The rows of each expert."""
         ends = list(accumulate(self.counts, initial=0))
-        return [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+        return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, eq=False)
