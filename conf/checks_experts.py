@@ -6,6 +6,7 @@ Owns: `expert_rules`. How many ranks an axis may have at all is checks_parallel.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 
 from .fields import show
 from .problems import Problem
@@ -32,7 +33,7 @@ def expert_rules(config: Config) -> Iterator[Problem]:
     yield from _balance(model)
     if model.num_experts % parallel.expert:
         works = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
-        near = sorted(works, key=lambda n: abs(n - parallel.expert))[:2]
+        near = sorted(works, key=lambda n: (abs(n - parallel.expert), n))[:2]
         message = f"does not divide model.num_experts={model.num_experts}; nearest that work: "
         yield Problem("parallel.expert", str(parallel.expert), message + " or ".join(map(str, sorted(near))))
     if parallel.tensor > 1 and not parallel.sequence:
@@ -67,5 +68,6 @@ def _unread(model: ModelConfig) -> Iterator[Problem]:
     for name in _FIELDS.split():
         value = getattr(model, name)
         if value != getattr(plain, name):
+            text = value.value if isinstance(value, Enum) else show(value)
             message = "has no effect: the model has no experts (model.num_experts=0)"
-            yield Problem(f"model.{name}", show(value), message, "warning")
+            yield Problem(f"model.{name}", text, message, "warning")

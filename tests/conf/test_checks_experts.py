@@ -41,7 +41,7 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         "e model.linear_bias=true: experts have no biases; set it to false with model.num_experts",
     ]),
     ({"model.num_experts": 6, "parallel.expert": 4}, [
-        "e parallel.expert=4: does not divide model.num_experts=6; nearest that work: 3 or 6",
+        "e parallel.expert=4: does not divide model.num_experts=6; nearest that work: 2 or 3",
     ]),
     ({"parallel.tensor": 2, "parallel.sequence": False}, [
         "e parallel.sequence=false: with experts and parallel.tensor > 1 each rank routes tokens of its own, so they "

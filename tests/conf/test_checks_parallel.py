@@ -34,7 +34,7 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         "e parallel.tensor=2: pipeline x context x tensor = 1 x 1 x 2 = 2 does not divide the number of processes, 1; "
         "change one of them",
     ]),
-    ({"parallel.expert": 3, "cluster.procs_per_node": 8}, [
+    ({"parallel.expert": 3, "cluster.procs_per_node": 8, "model.num_experts": 3}, [
         "e parallel.expert=3: does not divide data x context x tensor = 8 x 1 x 1 = 8; nearest that work: 2 or 4",
     ]),
     ({"parallel.data": "hsdp", "parallel.data_shard": 5, "cluster.procs_per_node": 8}, [

@@ -13,7 +13,7 @@ from stoker.conf.schema import Balance, ModelConfig, Router
 from stoker.kernels import select
 from stoker.train.grid import Grid, Membership, form, single
 from stoker.train.linear import WeightGradients
-from stoker.train.moe import MixtureOfExperts, TokenRows, moved_bias
+from stoker.train.model.moe import MixtureOfExperts, TokenRows, moved_bias
 from stoker.train.parallel.experts import ExpertAxis
 from torch import Tensor
 

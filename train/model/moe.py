@@ -27,15 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..conf.schema import Balance, ModelConfig, Router
-from ..kernels.numerics import apply
-from .comm import Communicator
-from .grouped import grouped_linear, grouped_project
-from .linear import Product, WeightGradients, gradient_dtype
-from .parallel.experts import ExpertAxis
+from ...conf.schema import Balance, ModelConfig, Router
+from ...kernels.numerics import apply
+from ..comm import Communicator
+from ..grouped import grouped_linear, grouped_project
+from ..linear import Product, WeightGradients, gradient_dtype
+from ..parallel.experts import ExpertAxis
 
 if TYPE_CHECKING:
-    from ..kernels.ops import Ops
+    from ...kernels.ops import Ops
 
 
 @dataclass(frozen=True, eq=False)
