@@ -261,7 +261,7 @@ class OptimConfig:
     """AdamW with decoupled weight decay, or Muon."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    muon_lr: float = 0.02  # highest learning rate of the matrices under Muon; follows the schedule of lr
+    muon_lr: float | None = None  # highest learning rate of the matrices under Muon, by the schedule of lr; default: lr
     muon_momentum: float = 0.95
     muon_steps: int = 5  # Newton-Schulz iterations
     lr: float = 3e-4  # highest learning rate
@@ -269,7 +269,9 @@ class OptimConfig:
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
     eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.1  # matrices only; norms and biases are not decayed
+    weight_decay: float = 0.1  # of matrices and embeddings; norms and biases are not decayed
+    decay_embeddings: bool = True  # as most trainers do; false as in OLMo 2
+    lr_factors: dict[str, float] = field(default_factory=dict)  # of the learning rate, per role, e.g. {embedding: 0.5}
     clip_norm: float = 1.0  # 0 = no clipping
     schedule: Schedule = Schedule.cosine  # shape of the learning rate after the warm-up
     warmup_steps: int = 0  # linear from 0

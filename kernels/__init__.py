@@ -11,6 +11,7 @@ from .dispatch import select
 from .implementations import IMPLEMENTATIONS, Implementation
 from .ops import OP_NAMES, Choice, Ops
 from .rope import rope_cos_sin
+from .rounding import RoundingAddress, stochastic_round_
 from .softcap import softcap, softcap_, softcap_slope
 
 __all__ = [
@@ -19,10 +20,12 @@ __all__ = [
     "Choice",
     "Implementation",
     "Ops",
+    "RoundingAddress",
     "losses_from_stats",
     "rope_cos_sin",
     "select",
     "softcap",
     "softcap_",
     "softcap_slope",
+    "stochastic_round_",
 ]

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .rounding import RoundingAddress, stochastic_round_
+
 
 class AdamW(Protocol):
     """The signature of `adamw`, see there."""
@@ -29,6 +31,7 @@ class AdamW(Protocol):
         weight_decay: float,
         step: int,
         grad_scale: float | Tensor = 1.0,
+        rounding: Sequence[RoundingAddress] | None = None,
     ) -> None: ...
 
 
@@ -45,6 +48,7 @@ def adamw(
     weight_decay: float,
     step: int,
     grad_scale: float | Tensor = 1.0,
+    rounding: Sequence[RoundingAddress] | None = None,
 ) -> None:
     """One AdamW step with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101), as torch.optim.AdamW.
 
@@ -55,11 +59,19 @@ def adamw(
     copies that are updated instead, params being their rounded image afterwards. The averages have the dtype of what is
     updated; gradients may be narrower. step counts from 1. grad_scale: a float, or a 0-dim tensor that is not waited
     for; applied within the same pass over memory.
+    rounding: without masters, params are bfloat16 and get the new values by stochastic rounding (rounding.py), each
+    with its own address; the averages are float32. In float32 only one parameter exists at a time.
     grads are scratch: they may hold the scaled gradients afterwards, or not. The same inputs give the same bits.
     Raises ValueError when lists, shapes or dtypes do not fit.
     """
+    _check(params, grads, exp_avgs, exp_avg_sqs, masters, step, rounding)
+    if rounding is not None:
+        for param, grad, avg, avg_sq, address in zip(params, grads, exp_avgs, exp_avg_sqs, rounding, strict=True):
+            wide = param.float()
+            adamw([wide], [grad], [avg], [avg_sq], None, lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+            stochastic_round_(param, wide, address)
+        return
     updated = params if masters is None else masters
-    _check(params, grads, exp_avgs, exp_avg_sqs, masters, step)
     if not updated:
         return
     # The fused kernel walks raw memory: it must get contiguous tensors, and results are copied back where it did not.
@@ -110,27 +122,32 @@ def _check(
     exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor] | None,
     step: int,
+    rounding: Sequence[RoundingAddress] | None,
 ) -> None:
     if step < 1:
         raise ValueError(f"adamw: step={step}, the first step is 1")
+    if rounding is not None and masters is not None:
+        raise ValueError("adamw: with masters the params are their nearest image; leave rounding=None")
     updated = params if masters is None else masters
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": updated}
-    for name, tensors in lists.items():
-        if len(tensors) != len(params):
-            raise ValueError(f"adamw: {len(tensors)} {name} for {len(params)} params")
+    rounded: Sequence[object] = params if rounding is None else rounding
+    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "masters": updated, "rounding": rounded}
+    for name, values in lists.items():
+        if len(values) != len(params):
+            raise ValueError(f"adamw: {len(values)} {name} for {len(params)} params")
     for i, target in enumerate(updated):
-        if target.dtype not in (torch.float32, torch.float64):
+        wanted = target.dtype if rounding is None else torch.float32
+        if target.dtype not in ((torch.float32, torch.float64) if rounding is None else (torch.bfloat16,)):
             what = "params" if masters is None else "masters"
             raise ValueError(
-                f"adamw: {what}[{i}] is {target.dtype}; small updates vanish in it, "
-                "pass float32 masters beside the params"
+                f"adamw: {what}[{i}] is {target.dtype}; small updates vanish in it, pass float32 masters beside the "
+                "params, or addresses for stochastic rounding to bfloat16"
             )
         if not params[i].shape == grads[i].shape == exp_avgs[i].shape == exp_avg_sqs[i].shape == target.shape:
             raise ValueError(
                 f"adamw: tensors at {i} differ in shape: param {tuple(params[i].shape)}, grad {tuple(grads[i].shape)}, "
                 f"averages {tuple(exp_avgs[i].shape)} and {tuple(exp_avg_sqs[i].shape)}, master {tuple(target.shape)}"
             )
-        if exp_avgs[i].dtype != target.dtype or exp_avg_sqs[i].dtype != target.dtype:
+        if exp_avgs[i].dtype != wanted or exp_avg_sqs[i].dtype != wanted:
             raise ValueError(
-                f"adamw: averages at {i} are {exp_avgs[i].dtype} and {exp_avg_sqs[i].dtype}, expected {target.dtype}"
+                f"adamw: averages at {i} are {exp_avgs[i].dtype} and {exp_avg_sqs[i].dtype}, expected {wanted}"
             )

@@ -15,7 +15,8 @@ from .grid import Grid
 from .linear import WeightGradients
 from .metrics import Clock
 from .model import Decoder, Parts, Stages
-from .optim import AdamW
+from .optim.build import optimizer_of
+from .optim.weights import Optimizer
 from .parallel.data import DataParallel
 from .parallel.ddp import DistributedDataParallel
 from .parallel.stages import StageSpec, whole
@@ -63,9 +64,9 @@ def build_data_parallel(config: Config, grid: Grid, ops: Ops, table: ParamTable,
     return DistributedDataParallel(model, table, grid, ops, int(config.parallel.bucket_mb * 2**20))
 
 
-def build_optimizer(config: Config, grid: Grid, ops: Ops, table: ParamTable, share: DataParallel) -> AdamW:
-    """Of this rank's shards."""
-    return AdamW(share.shards, table, config.optim, ops)
+def build_optimizer(config: Config, grid: Grid, ops: Ops, table: ParamTable, share: DataParallel) -> Optimizer:
+    """Of this rank's shards. Collective; raises PeerLostError."""
+    return optimizer_of(share.shards, share.box, table, config, ops, grid)
 
 
 def build_engine(

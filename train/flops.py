@@ -41,8 +41,8 @@ def flops_per_token(config: ModelConfig, table: ParamTable, seq_len: int) -> flo
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that one device can reach in a training of `dtype`; None for CPUs and for devices that are not listed."""
-    if device.type != "cuda":
+    """FLOP/s that one device can reach in a training of `dtype`; None for CPUs, float64 and devices not listed."""
+    if device.type != "cuda" or dtype == torch.float64:
         return None
     return peak_of(torch.cuda.get_device_name(device), dtype)
 

@@ -217,7 +217,7 @@ class Trainer:
             raise BadInputError(str(e)) from e
 
     def _commit(self, totals: Totals, rate: float) -> None:
-        """Change the persistent state. No collective may follow in this step."""
+        """Change the persistent state; all collectives that this step still needs come before the first change."""
         progress = self.progress
         if totals.problem is None:
             exact = 1.0 / (self._scale * totals.tokens)

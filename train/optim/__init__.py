@@ -1,0 +1,1 @@
+"""Optimizers: what is kept beside the weights, and the update of this rank's shards."""
