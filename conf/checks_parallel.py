@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from .checks_pipeline import pipeline_rules
 from .layout import Layout, LayoutError
 from .problems import Problem
-from .schema import Config
+from .schema import Config, ContextMethod
 
 
 def parallel_rules(config: Config) -> Iterator[Problem]:
@@ -19,7 +19,7 @@ def parallel_rules(config: Config) -> Iterator[Problem]:
     model, train = config.model, config.train
     if not _sizes_are_positive(config) or min(model.num_heads, train.micro_batch, config.data.seq_len) < 1:
         return
-    for rule in (_layout, _heads, _widths, _tokens):
+    for rule in (_layout, _heads, _widths, _tokens, _context):
         yield from rule(config)
     layout = layout_of(config)
     if layout is not None:
@@ -87,6 +87,25 @@ def _tokens(config: Config) -> Iterator[Problem]:
         share = f"train.micro_batch x data.seq_len / parallel.context = {batch} x {seq_len} / {p.context} = {tokens}"
         message = f"cuts the tokens of a micro-batch over parallel.tensor={p.tensor} ranks, which does not divide"
         yield Problem("parallel.sequence", "true", f"{message} {share}; change one of them, or set it to false")
+
+
+def _context(config: Config) -> Iterator[Problem]:
+    """The ring cuts rows into two chunks per rank; Ulysses into one part, and the heads of a tensor rank too."""
+    p, seq_len, heads = config.parallel, config.data.seq_len, config.model.num_heads
+    if p.context == 1:
+        return
+    parts = 2 * p.context if p.context_method is ContextMethod.ring else p.context
+    if seq_len % parts:
+        below, above = seq_len // parts * parts, -(-seq_len // parts) * parts
+        near = " or ".join(str(n) for n in (below, above) if n)
+        message = f"parallel.context={p.context} cuts it into {parts} parts, which do not divide it; nearest that work"
+        yield Problem("data.seq_len", str(seq_len), f"{message}: {near}")
+    if p.context_method is ContextMethod.ulysses and heads % p.tensor == 0 and heads // p.tensor % p.context:
+        share = f"model.num_heads={heads}" + (f" / parallel.tensor={p.tensor} = {heads // p.tensor}" * (p.tensor > 1))
+        message = (
+            f"ulysses cuts heads over ranks, and it does not divide {share}; context_method=ring has no such limit"
+        )
+        yield Problem("parallel.context", str(p.context), message)
 
 
 def _that_work(values: Sequence[int], wanted: int) -> str:

@@ -50,7 +50,9 @@ def build_stages(
     config: Config, grid: Grid, ops: Ops, queue: WeightGradients, table: ParamTable, stages: list[StageSpec]
 ) -> list[Decoder]:
     """The modules of this rank's stages, without values yet."""
-    parts = Parts.of(config.model, ops, queue, grid, table, config.parallel.sequence, param_dtype(config))
+    p = config.parallel
+    dtype = param_dtype(config)
+    parts = Parts.of(config.model, ops, queue, grid, table, p.sequence, dtype, context_method=p.context_method)
     return [Decoder(parts, stage) for stage in stages]
 
 

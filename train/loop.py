@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from .init import initialize
 from .linear import WeightGradients
 from .metrics import Clock, StepLog, StepMetrics, append
 from .model import DropoutKey
+from .parallel.context import cut_rows
 from .profile import StepProfile
 from .progress import Progress, Totals
 from .schedule import LearningRate
@@ -359,4 +361,5 @@ def _open_data(config: Config, grid: Grid, consumed_samples: int, fingerprints: 
         shuffle_block=data.shuffle_block,
         prefetch=data.prefetch,
         stored_fingerprints=fingerprints,
+        cut=partial(cut_rows, method=config.parallel.context_method, rank=grid.context.rank, size=grid.context.size),
     )

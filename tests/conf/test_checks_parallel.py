@@ -55,6 +55,20 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
       "cluster.procs_per_node": 4}, [
         "e parallel.tensor=4: neither divides model.num_kv_heads=6 nor is a multiple of it; nearest that work: 3 or 6",
     ]),
+    # Parts of a row
+    ({"parallel.context": 4, "cluster.procs_per_node": 4}, []),
+    ({"parallel.context": 3, "cluster.procs_per_node": 3}, [
+        "e data.seq_len=256: parallel.context=3 cuts it into 6 parts, which do not divide it; nearest that work: "
+        "252 or 258",
+    ]),
+    ({"parallel.context": 3, "parallel.context_method": "ulysses", "cluster.procs_per_node": 3, "data.seq_len": 255}, [
+        "e parallel.context=3: ulysses cuts heads over ranks, and it does not divide model.num_heads=8; "
+        "context_method=ring has no such limit",
+    ]),
+    ({"parallel.context": 8, "parallel.context_method": "ulysses", "parallel.tensor": 2, "cluster.procs_per_node": 16}, [
+        "e parallel.context=8: ulysses cuts heads over ranks, and it does not divide model.num_heads=8 / "
+        "parallel.tensor=2 = 4; context_method=ring has no such limit",
+    ]),
     # Rows for every rank
     ({"parallel.tensor": 4, "cluster.procs_per_node": 4, "model.ffn_size": 3}, [
         "e model.ffn_size=3: is cut over parallel.tensor=4 ranks; expected at least 4",

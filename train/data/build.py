@@ -5,11 +5,11 @@ Owns how the parts of this folder are put together, and what of the settings bel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .dataset import Source, TokenDataset, TokenRange
+from .dataset import Batch, Source, TokenDataset, TokenRange
 from .fingerprint import Fingerprint, check_unchanged, fingerprint
 from .indexed import IndexedTokens
 from .loader import Loader, Share, Validation
@@ -69,13 +69,14 @@ def build_data(
     prefetch: int = 4,
     pin_memory: bool | None = None,
     stored_fingerprints: Sequence[Mapping[str, object]] | None = None,
+    cut: Callable[[Batch], Batch] | None = None,
 ) -> TrainingData:
     """Open the data sets for one data-parallel rank, in time and memory independent of their size.
 
     consumed_samples: where to go on (a multiple of the global batch, unless that was changed). validation_tokens: kept
     back from the end of each data set; validation_samples: at most so many samples, None for all. stored_fingerprints:
-    those of the checkpoint that is resumed. Raises ValueError or FileNotFoundError with the field or file, what was
-    found and what was expected.
+    those of the checkpoint that is resumed. cut: what each batch is passed through.
+    Raises ValueError or FileNotFoundError with the field or file, what was found and what was expected.
     """
     if sequence_length < 1 or validation_tokens < 0:
         raise ValueError(
@@ -92,7 +93,7 @@ def build_data(
         if stored_fingerprints is not None:
             check_unchanged(stored_fingerprints, prints)
         blend = Blend.of([spec.weight for spec in specs], seed) if len(specs) > 1 else None
-        train = TokenDataset(trained, blend, vocab_size, mask_documents, reset_positions)
+        train = TokenDataset(trained, blend, vocab_size, mask_documents, reset_positions, cut)
         validation = None
         if validation_tokens:
             held = replace(train, sources=[Source(part[1], None) for part in parts], blend=None)

@@ -128,6 +128,7 @@ class TokenDataset:
     """Batches by sample number. Without a blend the sources follow one another (one source: the plain case).
 
     vocab_size: token ids outside it raise ValueError, here and not as an illegal access on a device; None: unchecked.
+    cut: what each batch is passed through, where ranks share the tokens of a row.
     """
 
     sources: Sequence[Source]
@@ -135,6 +136,7 @@ class TokenDataset:
     vocab_size: int | None = None
     mask_documents: bool = False
     reset_positions: bool = False
+    cut: Callable[[Batch], Batch] | None = None
     _positions: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -158,13 +160,14 @@ class TokenDataset:
             tokens[rows], targets[rows] = raw[:, :-1], raw[:, 1:]
             if starts is not None:
                 starts[rows] = self._document_starts(part, windows)
-        return Batch(
+        batch = Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(targets),
             self._position_tensor(n, starts),
             torch.from_numpy(np.cumsum(starts, axis=1)) if self.mask_documents and starts is not None else None,
             torch.from_numpy(samples),
         )
+        return batch if self.cut is None else self.cut(batch)
 
     def _locate(self, samples: Int64s, rows: Int64s) -> list[tuple[Any, TokenRange, Int64s]]:
         """Where the samples in these rows are read from: per source (index of its rows, tokens, windows int64)."""

@@ -1,7 +1,7 @@
 """Self-attention: projections to heads, rotation, attention, projection back.
 
-Shapes: T tokens of the residual stream, D hidden, B rows, S positions, H query heads, K key/value heads, E features per
-head; heads are those of this rank.
+Shapes: T tokens of the residual stream, D hidden, B rows, S positions of a row on this rank, H query heads, K key/value
+heads, E features per head; heads are those of this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Attention(nn.Module):
 
     def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
-        self.config, self.ops, self.queue = parts.config, parts.ops, parts.queue
+        self.config, self.ops, self.queue, self.context = parts.config, parts.ops, parts.queue, parts.context
         self.width = head_dim(parts.config)
         self.norm = parts.parameter(f"{name}.norm")
         self.wq = parts.parameter(f"{name}.wq")
@@ -38,11 +38,11 @@ class Attention(nn.Module):
             q_BSHE = self.ops.rmsnorm(q_BSHE, self.q_norm, self.config.norm_eps)
             k_BSKE = self.ops.rmsnorm(k_BSKE, self.k_norm, self.config.norm_eps)
         q_BSHE, k_BSKE = self.ops.rope(q_BSHE, k_BSKE, shared.batch.positions, shared.inv_freq, cos_sin=shared.cos_sin)
-        out_BSHE = self.ops.attention(
+        out_BSHE = self.context.attention(
             q_BSHE,
             k_BSKE,
             v_BSKE,
-            doc_ids=shared.batch.doc_ids,
+            shared.batch,
             window=self.config.sliding_window or None,
             softcap=self.config.attention_softcap or None,
         )

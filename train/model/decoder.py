@@ -78,7 +78,7 @@ class Decoder(nn.Module):
             x_TD = embed(batch.tokens.reshape(-1), self.embedding, self.queue)
         inv_freq = inverse_frequencies(head_dim(self.config), self.config.rope_theta, batch.positions.device)
         cos_sin = rope_cos_sin(batch.positions, inv_freq, dtype=x_TD.dtype)
-        numbers_T = _token_numbers(batch) if dropout is not None and self.config.dropout > 0.0 else None
+        numbers_T = batch.token_numbers.reshape(-1) if dropout is not None and self.config.dropout > 0.0 else None
         shared = ForwardPass(batch, inv_freq, cos_sin, dropout, numbers_T)
         branch_TD = None
         for block in self.blocks.values():
@@ -151,10 +151,3 @@ def whole_model(
 ) -> Decoder:
     """All of a model on this process, without values yet."""
     return Decoder(Parts.of(config, ops, queue or WeightGradients(), dtype=dtype), whole(config.num_layers))
-
-
-def _token_numbers(batch: Batch) -> Tensor:
-    """[T] int64: the same token has the same number however batches are split over ranks and micro-steps."""
-    length = batch.tokens.shape[1]
-    numbers_BS = batch.samples.unsqueeze(1) * length + torch.arange(length, device=batch.tokens.device)
-    return numbers_BS.reshape(-1)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...conf.schema import ModelConfig
+from ...conf.schema import ContextMethod, ModelConfig
 from ...kernels import Ops
 from ..grid import Grid, single
 from ..linear import WeightGradients
+from ..parallel.context import ContextAxis
 from ..parallel.tensor import TensorAxis
 from ..params import ParamTable, decoder_table
 
@@ -28,6 +29,7 @@ class Parts:
     table: ParamTable
     grid: Grid
     tensor: TensorAxis
+    context: ContextAxis
     device: torch.device
     dtype: torch.dtype
 
@@ -41,12 +43,14 @@ class Parts:
         sequence: bool = True,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        context_method: ContextMethod = ContextMethod.ring,
     ) -> Parts:
         """On `grid` (None: a single process), device None: the grid's."""
         grid = grid or single()
         axis = TensorAxis(grid.tensor, sequence)
         table = table or decoder_table(config, axis.cuts_tokens, grid.pipeline.size > 1)
-        return Parts(config, ops, queue, table, grid, axis, device or grid.device, dtype)
+        context = ContextAxis(grid.context, context_method, ops.attention)
+        return Parts(config, ops, queue, table, grid, axis, context, device or grid.device, dtype)
 
     def parameter(self, name: str) -> nn.Parameter:
         """This rank's part of the named parameter, without values yet."""

@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of an axis share the tokens of each row, and attend to all of it together.
 
-Owns: which tokens a rank holds (`cut`), and attention over them by a ring or by exchanging heads. Losses and token
+Owns: which tokens a rank holds (`cut_rows`), and attention over them by a ring or by exchanging heads. Losses and token
 counts are sums, so nothing else of the model knows. Blocks are computed by kernels/attention_blocks.py.
 
 ring: a row is cut into 2c chunks, and rank r holds chunks r and 2c-1-r, which gives every rank the same work under the
@@ -34,37 +34,40 @@ if TYPE_CHECKING:
     from ...kernels.attention import Attention
 
 
+def cut_rows(batch: Batch, method: ContextMethod, rank: int, size: int) -> Batch:
+    """A rank's tokens of a batch of whole rows; positions, documents and token numbers stay the rows' own.
+
+    Raises ValueError where the length of the rows does not divide.
+    """
+    if size == 1:
+        return batch
+    length, is_ring = batch.tokens.shape[1], method is ContextMethod.ring
+    parts = 2 * size if is_ring else size
+    if length % parts:
+        raise ValueError(f"context parallelism: rows of {length} tokens do not divide into {parts} parts")
+    chunk = length // parts
+    indices = torch.cat(
+        [torch.arange(c * chunk, (c + 1) * chunk) for c in (zigzag(rank, size) if is_ring else (rank,))]
+    )
+    doc_ids, spans = batch.doc_ids, None
+    if doc_ids is not None and is_ring:
+        spans = _spans(doc_ids, parts)
+    return Batch(
+        batch.tokens[:, indices],
+        batch.targets[:, indices],
+        batch.positions[:, indices],
+        None if doc_ids is None else doc_ids[:, indices],
+        batch.samples,
+        RowPart(indices, length, doc_ids, spans),
+    )
+
+
 class ContextAxis:
-    """Cuts batches, and attends over what is cut. With one rank it is `attention` itself."""
+    """Attention over the tokens of whole rows that are cut over ranks. With one rank it is `attention` itself."""
 
     def __init__(self, comm: Communicator, method: ContextMethod, attention: Attention) -> None:
         """attention: the op for whole rows."""
         self.comm, self.method, self._attention = comm, method, attention
-
-    def cut(self, batch: Batch) -> Batch:
-        """This rank's tokens of a batch of whole rows; positions, documents and token numbers stay the rows' own.
-
-        Raises ValueError where the length of the rows does not divide.
-        """
-        size, length = self.comm.size, batch.tokens.shape[1]
-        if size == 1:
-            return batch
-        is_ring = self.method is ContextMethod.ring
-        parts = 2 * size if is_ring else size
-        if length % parts:
-            raise ValueError(f"context parallelism: rows of {length} tokens do not divide into {parts} parts")
-        chunks = zigzag(self.comm.rank, size) if is_ring else (self.comm.rank,)
-        chunk = length // parts
-        indices = torch.cat([torch.arange(c * chunk, (c + 1) * chunk, device=batch.tokens.device) for c in chunks])
-        spans = _spans(batch.doc_ids, parts) if is_ring and batch.doc_ids is not None else None
-        return Batch(
-            batch.tokens[:, indices],
-            batch.targets[:, indices],
-            batch.positions[:, indices],
-            None if batch.doc_ids is None else batch.doc_ids[:, indices],
-            batch.samples,
-            RowPart(indices, length, batch.doc_ids, spans),
-        )
 
     def attention(
         self,
@@ -78,7 +81,7 @@ class ContextAxis:
     ) -> Tensor:
         """As kernels.attention, of this rank's queries to the keys of the whole rows: [B, s, H, V]. Collective.
 
-        batch: as `cut` made it. Raises PeerLostError.
+        batch: as `cut_rows` made it. Raises PeerLostError.
         """
         if self.comm.size == 1:
             return self._attention(q_BsHE, k_BsKE, v_BsKV, batch.doc_ids, window, scale, softcap)

@@ -7,11 +7,10 @@ import torch
 from stoker.conf.layout import Layout
 from stoker.conf.schema import ContextMethod
 from stoker.kernels.reference import attention
-from stoker.train.comm import Communicator
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import form
 from stoker.train.parallel import context
-from stoker.train.parallel.context import ContextAxis
+from stoker.train.parallel.context import ContextAxis, cut_rows
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 8
 # Documents that end within chunks, at their borders, and go on over several; the second row is one document and a bit.
@@ -53,7 +52,7 @@ def case_errors(axis, documents=None, kv=KV_HEADS, dtype="float64", **options):
     batch = make_batch(documents)
     want_out = attention(*whole, doc_ids=batch.doc_ids, **options)
     want = (want_out, *torch.autograd.grad(want_out, whole, upstream))
-    part = axis.cut(batch)
+    part = cut_rows(batch, axis.method, axis.comm.rank, axis.comm.size)
     own = part.part.indices
     local = [t.detach()[:, own].requires_grad_() for t in whole]
     out = axis.attention(*local, part, **options)
@@ -105,14 +104,10 @@ def test_blocks_that_nobody_sees_are_not_computed(run_ranks):
     assert [c[2] for c in counts] == [2, 2, 2, 2]
 
 
-def axis_of(rank, size, method):
-    return ContextAxis(Communicator(None, rank, size, torch.device("cpu")), ContextMethod(method), attention)
-
-
 @pytest.mark.parametrize(("method", "own"), [("ring", [*range(12), *range(36, 48)]), ("ulysses", [*range(24)])])
 def test_a_rank_gets_its_tokens_with_positions_and_numbers_of_the_whole_row(method, own):
     whole = make_batch(DOCUMENTS)
-    first, second = (axis_of(rank, 2, method).cut(whole) for rank in range(2))
+    first, second = (cut_rows(whole, ContextMethod(method), rank, 2) for rank in range(2))
     assert first.tokens[1].tolist() == [48 + i for i in own]
     assert first.targets[1].tolist() == [49 + i for i in own]
     assert torch.equal(first.positions, whole.positions[:, own])
@@ -122,10 +117,9 @@ def test_a_rank_gets_its_tokens_with_positions_and_numbers_of_the_whole_row(meth
 
 
 def test_the_rows_of_a_cut_batch_are_cut_alike():
-    axis = axis_of(1, 2, "ring")
     whole = make_batch(DOCUMENTS)
-    for row, part in enumerate(axis.cut(whole).split(2)):
-        alone = axis.cut(whole.split(2)[row])
+    for row, part in enumerate(cut_rows(whole, ContextMethod.ring, 1, 2).split(2)):
+        alone = cut_rows(whole.split(2)[row], ContextMethod.ring, 1, 2)
         assert torch.equal(part.token_numbers, alone.token_numbers)
         assert torch.equal(part.part.doc_ids, alone.part.doc_ids)
         assert part.part.spans == alone.part.spans
@@ -134,4 +128,4 @@ def test_the_rows_of_a_cut_batch_are_cut_alike():
 @pytest.mark.parametrize(("method", "length", "parts"), [("ring", 46, 4), ("ulysses", 47, 2)])
 def test_rows_that_do_not_divide_are_refused(method, length, parts):
     with pytest.raises(ValueError, match=f"rows of {length} tokens do not divide into {parts} parts"):
-        axis_of(0, 2, method).cut(make_batch(length=length))
+        cut_rows(make_batch(length=length), ContextMethod(method), 0, 2)

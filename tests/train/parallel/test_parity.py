@@ -19,6 +19,20 @@ CASES: dict[str, Case] = {
         {},
         {"data": {"mask_documents": True, "reset_positions": True}, "train": {"global_batch": 6, "micro_batch": 1}},
     ),
+    "context 2 by ring, dropout": (2, {"context": 2}, {"model": {"dropout": 0.1}}),
+    "context 4 by ring, documents, window, soft cap": (
+        4,
+        {"context": 4},
+        {
+            "data": {"mask_documents": True, "reset_positions": True, "seq_len": 40},
+            "model": {"sliding_window": 17, "attention_softcap": 2.0},
+        },
+    ),
+    "context 2 by ulysses x ddp 2, documents": (
+        4,
+        {"context": 2, "context_method": "ulysses"},
+        {"data": {"mask_documents": True}, "train": {"micro_batch": 1}},
+    ),
 }
 
 
