@@ -65,8 +65,9 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         "e parallel.context=3: ulysses cuts heads over ranks, and it does not divide model.num_heads=8; "
         "context_method=ring has no such limit",
     ]),
-    ({"parallel.context": 8, "parallel.context_method": "ulysses", "parallel.tensor": 2, "cluster.procs_per_node": 16}, [
-        "e parallel.context=8: ulysses cuts heads over ranks, and it does not divide model.num_heads=8 / "
+    ({"parallel.context": 3, "parallel.context_method": "ulysses", "parallel.tensor": 2, "data.seq_len": 255,
+      "cluster.procs_per_node": 6}, [
+        "e parallel.context=3: ulysses cuts heads over ranks, and it does not divide model.num_heads=8 / "
         "parallel.tensor=2 = 4; context_method=ring has no such limit",
     ]),
     # Rows for every rank
