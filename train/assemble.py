@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..conf.schema import Config, ParamDtype
+from ..conf.schema import DataParallel as Kind
 from ..kernels import Ops
 from .engine import Accumulation, Engine
 from .grid import Grid
@@ -20,6 +21,7 @@ from .optim.weights import Optimizer
 from .parallel.data import DataParallel
 from .parallel.ddp import DistributedDataParallel
 from .parallel.stages import StageSpec, whole
+from .parallel.zero1 import Zero1
 from .params import ParamTable, decoder_table
 from .pulse import Pulse
 
@@ -62,8 +64,18 @@ def join(stages: list[Decoder]) -> nn.Module:
 
 
 def build_data_parallel(config: Config, grid: Grid, ops: Ops, table: ParamTable, model: nn.Module) -> DataParallel:
-    """How this rank's weights, gradients and optimizer state lie over the ranks that read other samples."""
-    return DistributedDataParallel(model, table, grid, ops, int(config.parallel.bucket_mb * 2**20))
+    """How this rank's weights, gradients and optimizer state lie over the ranks that read other samples. `model` has
+    its values already; where an axis has one rank there is nothing to shard."""
+    kind, bucket_bytes = config.parallel.data, int(config.parallel.bucket_mb * 2**20)
+    axis = "shard" if kind is Kind.hsdp else "dense"
+    if kind in (Kind.fsdp, Kind.hsdp) and grid.comms[axis].size > 1:
+        from .parallel.fsdp import FullySharded  # torch's FSDP2 takes two seconds to import
+
+        # A pipeline runs many passes before a weight changes: gathered once, weights stay until their backward pass.
+        return FullySharded(model, table, grid, ops, axis, reshard=grid.pipeline.size == 1)
+    if kind is Kind.zero1 and any(grid.comms[f.reduce_over].size > 1 for f in table.owned()):
+        return Zero1(model, table, grid, ops, bucket_bytes)
+    return DistributedDataParallel(model, table, grid, ops, bucket_bytes)
 
 
 def build_optimizer(config: Config, grid: Grid, ops: Ops, table: ParamTable, share: DataParallel) -> Optimizer:

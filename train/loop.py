@@ -148,23 +148,13 @@ class Trainer:
 
     def entries(self) -> list[Entry]:
         """The tensors of the persistent state, as this rank holds them."""
-        table, grid, share = self.table, self.grid, self.data_parallel
-        entries = [
-            Entry(
-                f"model/{f.name}",
-                table.local(self.model, f.name).detach(),
-                f.shape,
-                table.box(f.name, grid),
-                table.replica(f.name, grid),
-            )
-            for f in table.owned()
-        ]
-        entries += [
-            Entry(f"optim/{kind}/{name}", tensor.detach(), table[name].shape, share.box(name), share.replica(name))
-            for kind, tensors in self.optimizer.state().items()
+        share, kinds = self.data_parallel, {"model": self.data_parallel.shards}
+        kinds |= {f"optim/{kind}": tensors for kind, tensors in self.optimizer.state().items()}
+        return [
+            Entry(f"{kind}/{name}", tensor.detach(), self.table[name].shape, share.box(name), share.replica(name))
+            for kind, tensors in kinds.items()
             for name, tensor in tensors.items()
         ]
-        return entries
 
     def _announce(self) -> None:
         """What this trainer is, on rank 0's log."""
@@ -332,6 +322,7 @@ class Trainer:
         restored = self.checkpointer.restore(self.entries())
         fingerprints = None
         if restored is not None:
+            self.data_parallel.publish()
             fingerprints = restored.manifest.state["data"]
             self.progress, changed = Progress.from_state(restored.manifest.state, self.config)
             self._saved_step = self.progress.step

@@ -125,13 +125,17 @@ class Ranks:
 
     The function gets a Membership of its rank and the JSON values, and returns one. An exception in any rank ends all
     of them and is raised here with its traceback; `may_die` lists ranks whose death is part of the test (their result
-    is None).
+    is None). lean: ranks begin with what every worker imports, and nothing that only some need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lean: bool = False) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__, *(["--lean"] if lean else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def run(
@@ -165,7 +169,11 @@ class Ranks:
 
 
 def _serve() -> None:
-    import stoker.train.loop  # noqa: F401 (imported once, before the forks)
+    # Imported once, before the forks.
+    import stoker.train.loop
+
+    if "--lean" not in sys.argv:
+        import stoker.train.parallel.fsdp  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print must not mix with the answers

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness import digest, make_context, metrics, tiny_config, train
+from harness import Ranks, digest, make_context, metrics, tiny_config, train
 from stoker.launcher.run.heartbeat import Control, Segment
 from stoker.train.comm import PeerLostError
 from stoker.train.grid import Membership, form
@@ -105,9 +105,13 @@ def _compiler_modules(member: Membership, prefix: str, run: str) -> list[str]:
     return sorted(name for name in sys.modules if name in ("torch._dynamo", "torch._inductor", "sympy"))
 
 
-def test_a_worker_does_not_import_the_compiler(run_ranks: Any, tmp_path: Any, tiny_data: Any) -> None:
+def test_a_worker_does_not_import_the_compiler(tmp_path: Any, tiny_data: Any) -> None:
     """It costs two seconds in every worker, at every restart; torch imports it in surprising places."""
-    assert run_ranks(1, _compiler_modules, prefix=str(tiny_data), run=str(tmp_path)) == [[]]
+    ranks = Ranks(lean=True)
+    try:
+        assert ranks.run(1, _compiler_modules, prefix=str(tiny_data), run=str(tmp_path)) == [[]]
+    finally:
+        ranks.close()
 
 
 def _lose_a_peer(member: Membership, prefix: str, run: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ Case = tuple[int, dict[str, Any], dict[str, dict[str, Any]]]
 
 CASES: dict[str, Case] = {
     "ddp 2": (2, {}, {}),
+    "zero1 4": (4, {"data": "zero1"}, {}),
+    "fsdp 4": (4, {"data": "fsdp"}, {}),
+    "hsdp 2 x 2": (4, {"data": "hsdp", "data_shard": 2}, {}),
     "ddp 4, documents masked, uneven batch": (
         4,
         {},
