@@ -54,7 +54,9 @@ def build_stages(
     """The modules of this rank's stages, without values yet."""
     p = config.parallel
     dtype = param_dtype(config)
-    parts = Parts.of(config.model, ops, queue, grid, table, p.sequence, dtype, context_method=p.context_method)
+    parts = Parts.of(
+        config.model, ops, queue, grid, table, p.sequence, dtype, context_method=p.context_method, memory=config.memory
+    )
     return [Decoder(parts, stage) for stage in stages]
 
 

@@ -36,6 +36,7 @@ class Decoder(nn.Module):
     def __init__(self, parts: Parts, stage: StageSpec) -> None:
         super().__init__()
         self.config, self.ops, self.queue, self.stage = parts.config, parts.ops, parts.queue, stage
+        self.recompute = parts.recompute
         if stage.is_first or (stage.is_last and parts.config.tied_embeddings):
             self.embedding = parts.parameter("embedding")
         self.blocks = nn.ModuleDict({str(i): Block(parts, i) for i in stage.layers})
@@ -81,8 +82,8 @@ class Decoder(nn.Module):
         numbers_T = batch.token_numbers.reshape(-1) if dropout is not None and self.config.dropout > 0.0 else None
         shared = ForwardPass(batch, inv_freq, cos_sin, dropout, numbers_T)
         branch_TD = None
-        for block in self.blocks.values():
-            x_TD, branch_TD = block(x_TD, branch_TD, shared)
+        for layer, block in self.blocks.items():
+            x_TD, branch_TD = self.recompute(int(layer), block, x_TD, branch_TD, shared)
         return x_TD, branch_TD
 
     def _sums(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> Sums:

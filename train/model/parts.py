@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...conf.schema import ContextMethod, ModelConfig
+from ...conf.schema import ContextMethod, MemoryConfig, ModelConfig
 from ...kernels import Ops
 from ..grid import Grid, single
 from ..linear import WeightGradients
 from ..parallel.context import ContextAxis
 from ..parallel.tensor import TensorAxis
 from ..params import ParamTable, decoder_table
+from ..recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Parts:
     grid: Grid
     tensor: TensorAxis
     context: ContextAxis
+    recompute: Recompute
     device: torch.device
     dtype: torch.dtype
 
@@ -44,13 +46,15 @@ class Parts:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         context_method: ContextMethod = ContextMethod.ring,
+        memory: MemoryConfig | None = None,
     ) -> Parts:
-        """On `grid` (None: a single process), device None: the grid's."""
+        """On `grid` (None: a single process), device None: the grid's; memory None: nothing is recomputed."""
         grid = grid or single()
         axis = TensorAxis(grid.tensor, sequence)
         table = table or decoder_table(config, axis.cuts_tokens, grid.pipeline.size > 1)
         context = ContextAxis(grid.context, context_method, ops.attention)
-        return Parts(config, ops, queue, table, grid, axis, context, device or grid.device, dtype)
+        recompute = Recompute.of(memory or MemoryConfig(), ops)
+        return Parts(config, recompute.ops, queue, table, grid, axis, context, recompute, device or grid.device, dtype)
 
     def parameter(self, name: str) -> nn.Parameter:
         """This rank's part of the named parameter, without values yet."""
