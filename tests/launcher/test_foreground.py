@@ -9,7 +9,6 @@ from stoker.launcher import foreground, logs
 from stoker.launcher.run.layout import RunDir
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("closed")])
 def test_logs_that_cannot_be_shown_do_not_end_the_run(
     error: Exception, make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch

@@ -160,6 +160,7 @@ def test_bring_up_replaces_what_a_killed_keeper_left(directory: Path) -> None:
     with Cluster.start(ClusterSpec(nodes=2), directory) as second:
         assert orphans() == []
         assert set(second.node_states()) == {"n1", "n2"}
+    first.down()  # what this process still holds of it
 
 
 def test_logs_can_be_kept_and_do_not_hinder_the_next_bring_up(directory: Path) -> None:
