@@ -45,6 +45,7 @@ class Loop:
         self.env = dict(os.environ) if inside_slurm else without_outer_job(os.environ)
         self._child: subprocess.Popen[bytes] | None = None
         self._ended_by: int | None = None
+        self._unsent: int | None = None  # came while there was no child to send it to
 
     def run(self) -> int:
         """The run's exit code. Signals go to the supervisor; a signal that means the end is noted as a cancellation."""
@@ -86,8 +87,8 @@ class Loop:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        if self._ended_by is not None:  # arrived while the child was being made
-            self._send(signal.SIGTERM)
+        if self._unsent is not None:  # arrived while the child was being made
+            self._send(self._unsent)
         code = self._child.wait()
         self._child = None
         return code if code >= 0 else 128 - code
@@ -98,7 +99,10 @@ class Loop:
             return
         self._ended_by = number
         self.submission.cancel(signal.Signals(number).name)
-        self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if self._child is None:
+            self._unsent = passed_on
+        self._send(passed_on)
 
     def _send(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:

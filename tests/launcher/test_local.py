@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from stoker.launcher import cli, code
-from stoker.launcher.local import start_detached
+from stoker.launcher.local import Loop, start_detached
 from stoker.launcher.process import ProcessId, loop_process, start_ticks
 from stoker.launcher.run import bootstrap
 from stoker.launcher.run.layout import RunDir
@@ -98,6 +98,35 @@ def test_end_signals_reach_the_supervisor_and_end_the_run(sent: str, received: s
     assert process.wait(timeout=30) == 143
     assert seen(run) == ["start --local", received]
     assert submissions(run)[0].is_cancelled
+
+
+@pytest.mark.parametrize("when", ["being made", "at work"])
+def test_an_interrupt_reaches_the_supervisor_once_and_as_such_whenever_it_comes(
+    when: str, local_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first one lets it save; a second, or SIGTERM, would end it at once."""
+    made = Loop(new_submission(local_run("0"), "local"), inside_slurm=False)
+    sent: list[int] = []
+
+    class Child:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            if when == "being made":
+                made._on_signal(signal.SIGINT, None)
+
+        def poll(self) -> None:
+            pass
+
+        def wait(self) -> int:
+            if when == "at work":
+                made._on_signal(signal.SIGINT, None)
+            return 143
+
+        def send_signal(self, number: int) -> None:
+            sent.append(number)
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    assert made._attempt() == 143
+    assert sent == [signal.SIGINT]
 
 
 def test_warning_signal_reaches_the_supervisor_and_the_run_goes_on(local_run: Any) -> None:
