@@ -1,14 +1,17 @@
 """Linear layers whose backward pass returns dX and queues dW; embeddings, whose weight gradient goes the same way.
 
-Owns: the autograd functions, the queue between them and whoever collects gradients, and the products themselves.
-Does not own: where gradients live and when they are reduced (a `GradientSink`, see reducer.py).
+Owns: the autograd functions, whole or cut over the tensor axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3), the
+queue between them and whoever collects gradients, and the products themselves. Does not own: where gradients live and
+when they are reduced (a `GradientSink`, see reducer.py), or what is exchanged on the tensor axis (parallel/tensor.py).
 
-Shapes: T tokens, I input features, O output features, V vocabulary, D hidden.
+Shapes: T tokens, R tokens of the residual stream on this rank (see parallel/tensor.py), I input features, O output
+features, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.numerics import apply
+from .parallel.tensor import Gathered, TensorAxis
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,6 +54,12 @@ class GradAttribute:
         pass
 
 
+class Contribution(Protocol):
+    """What is added to a weight's gradient: called with the sink's buffer and whether it holds a sum to add to."""
+
+    def __call__(self, buffer: Tensor, holds_sum: bool) -> None: ...
+
+
 class WeightGradients:
     """The queue of weight gradients that the backward pass leaves behind.
 
@@ -60,41 +70,43 @@ class WeightGradients:
     def __init__(self, sink: GradientSink | None = None, is_deferred: bool = False) -> None:
         self.sink: GradientSink = sink or GradAttribute()
         self.is_deferred = is_deferred
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: deque[tuple[Tensor, Contribution]] = deque()
 
-    def push(self, weight: Tensor, add: Callable[[Tensor, bool], None]) -> None:
-        """Queue one contribution: `add(buffer, holds_sum)` puts it into the sink's buffer."""
-
-        def work() -> None:
-            add(*self.sink.target(weight))
-            self.sink.ready(weight)
-
+    def push(self, weight: Tensor, add: Contribution) -> None:
+        """Queue one contribution."""
         if self.is_deferred:
-            self._waiting.append(work)
+            self._waiting.append((weight, add))
         else:
-            work()
+            self._work(weight, add)
 
     def take(self) -> Callable[[], None]:
-        """Empty the queue; the queued work, in the order it came, is what the result does when called.
+        """Empty the queue; the queued work, in the order it came, is what the result does when called (once).
 
         So the weight gradients of one backward pass stay apart from those of the next (a pipeline's `dw_builder`).
         """
-        waiting, self._waiting = self._waiting, []
-
-        @torch.no_grad()  # inputs are graph members, and nobody differentiates their products again
-        def work() -> None:
-            for each in waiting:
-                each()
-
-        return work
+        waiting, self._waiting = self._waiting, deque()
+        return lambda: self._do(waiting)
 
     def drain(self) -> None:
         """Do all queued work."""
-        self.take()()
+        if self._waiting:
+            self.take()()
 
     def clear(self) -> None:
         """Drop queued work: its step is void."""
         self._waiting.clear()
+
+    @torch.no_grad()
+    def _do(self, waiting: deque[tuple[Tensor, Contribution]]) -> None:
+        while waiting:
+            weight, add = waiting.popleft()  # let go of one by one, with what it holds
+            if waiting and isinstance(waiting[0][1], Product):
+                waiting[0][1].start()  # its tokens come while this product is formed
+            self._work(weight, add)
+
+    def _work(self, weight: Tensor, add: Contribution) -> None:
+        add(*self.sink.target(weight))
+        self.sink.ready(weight)
 
 
 def add_or_copy(gradient: Tensor, buffer: Tensor, holds_sum: bool) -> None:
@@ -105,17 +117,41 @@ def add_or_copy(gradient: Tensor, buffer: Tensor, holds_sum: bool) -> None:
         buffer.copy_(gradient)
 
 
-def project(x: Tensor, weights: Sequence[Tensor], queue: WeightGradients) -> tuple[Tensor, ...]:
-    """x @ w.T for each weight: projections of one input, whose gradients meet in one dX without a sum in between.
+def project(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    queue: WeightGradients,
+    axis: TensorAxis | None = None,
+    biases: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """x @ w.T (+ b) for each weight: projections of one input, whose gradients meet in one dX without a sum in between.
 
-    x: [..., I]; weights: [O, I] each, of x's dtype. Returns a tensor [..., O] per weight.
+    x: [..., I]; weights: [O, I] each, of x's dtype; biases: none, or one [O] per weight. Returns [..., O] per weight.
+    axis: weights and biases are this rank's rows (column parallel); x is the residual stream [R, I], the results have
+    all tokens and this rank's features [T, O].
     """
-    return apply(_Project, x, queue, *weights)
+    if axis is None or axis.size == 1:
+        return apply(_Project, x, queue, biases, *weights)
+    return apply(_ColumnParallel, x, queue, axis, biases, *weights)
 
 
 def linear(x: Tensor, weight: Tensor, queue: WeightGradients) -> Tensor:
     """x @ weight.T; x: [..., I], weight: [O, I]."""
-    return apply(_Project, x, queue, weight)[0]
+    return apply(_Project, x, queue, (), weight)[0]
+
+
+def reduce_linear(
+    x: Tensor, weight: Tensor, queue: WeightGradients, axis: TensorAxis | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T (+ bias): back to the residual stream. x: [..., I], weight: [O, I], bias: [O].
+
+    axis: x has all tokens and this rank's features [T, I], weight is this rank's columns, bias whole (row parallel).
+    The sum over ranks comes back as the residual stream [R, O], with the bias added once. Under sequence parallelism
+    each rank's gradient of the bias is that of its own tokens: a part of the sum.
+    """
+    if axis is None or axis.size == 1:
+        return apply(_Project, x, queue, () if bias is None else (bias,), weight)[0]
+    return apply(_RowParallel, x, weight, queue, axis, bias)
 
 
 def embed(tokens: Tensor, weight: Tensor, queue: WeightGradients) -> Tensor:
@@ -125,11 +161,13 @@ def embed(tokens: Tensor, weight: Tensor, queue: WeightGradients) -> Tensor:
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, queue: WeightGradients, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, queue: WeightGradients, biases: Sequence[Tensor], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x)
         # Parameters, held as they are: the sink knows them by identity.
-        ctx.weights, ctx.queue = weights, queue
-        return tuple(F.linear(x, w) for w in weights)
+        ctx.weights, ctx.biases, ctx.queue = weights, biases, queue
+        return _products(x, weights, biases)
 
     @staticmethod
     @once_differentiable
@@ -143,7 +181,81 @@ class _Project(torch.autograd.Function):
                 dx_TI = dy_TO @ weight if dx_TI is None else dx_TI.addmm_(dy_TO, weight)
             if weight.requires_grad:
                 ctx.queue.push(weight, Product(dy_TO, x_TI))
-        return (None if dx_TI is None else dx_TI.view_as(x), *(None for _ in range(1 + len(grads))))
+        if ctx.biases:
+            _push_biases(ctx.queue, ctx.biases, grads)
+        return (None if dx_TI is None else dx_TI.view_as(x), None, None, *(None for _ in grads))
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_RI: Tensor, queue: WeightGradients, axis: TensorAxis, biases: Sequence[Tensor], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_RI)
+        ctx.weights, ctx.biases, ctx.queue, ctx.axis = weights, biases, queue, axis
+        return _products(Gathered(axis, x_RI).wait(), weights, biases)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Behind dX the tokens for dW are gathered, and behind dW dX is reduced, where the backend does both at once.
+
+        Deferred products hold this rank's tokens and gather when their turn comes: on every rank of the axis in the
+        same order, as all run the same schedule.
+        """
+        queue, axis = ctx.queue, ctx.axis
+        x_TI = Gathered(axis, ctx.saved_tensors[0])
+        if not queue.is_deferred:
+            x_TI.start()
+        dx_RI, reduced = None, None
+        if ctx.needs_input_grad[0]:
+            dx_TI = grads[0] @ ctx.weights[0]
+            for dy_TO, weight in zip(grads[1:], ctx.weights[1:], strict=True):
+                dx_TI.addmm_(dy_TO, weight)
+            dx_RI, reduced = axis.reduce(dx_TI)
+        for dy_TO, weight in zip(grads, ctx.weights, strict=True):
+            if weight.requires_grad:
+                queue.push(weight, Product(dy_TO, x_TI))
+        _push_biases(queue, ctx.biases, grads)
+        if reduced is not None:
+            reduced.wait()
+        return (dx_RI, None, None, None, *(None for _ in grads))
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight: Tensor, queue: WeightGradients, axis: TensorAxis, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI)
+        ctx.weight, ctx.bias, ctx.queue, ctx.axis = weight, bias, queue, axis
+        y_RO, reduced = axis.reduce(F.linear(x_TI, weight))
+        reduced.wait()
+        return y_RO if bias is None else y_RO.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RO: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TI,), weight, queue = ctx.saved_tensors, ctx.weight, ctx.queue
+        dy_TO = Gathered(ctx.axis, dy_RO)
+        dx_TI = dy_TO.wait() @ weight if ctx.needs_input_grad[0] else None
+        if weight.requires_grad:
+            queue.push(weight, Product(Gathered(ctx.axis, dy_RO) if queue.is_deferred else dy_TO, x_TI))
+        if ctx.bias is not None:
+            _push_biases(queue, (ctx.bias,), (dy_RO,))
+        return dx_TI, None, None, None, None
+
+
+def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if biases:
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    return tuple(F.linear(x, w) for w in weights)
+
+
+def _push_biases(queue: WeightGradients, biases: Sequence[Tensor], grads: Iterable[Tensor]) -> None:
+    for bias, grad in zip(biases, grads, strict=False):
+        if bias.requires_grad:
+            queue.push(bias, _RowSum(grad.reshape(-1, grad.shape[-1])))
 
 
 class Product:
@@ -151,15 +263,36 @@ class Product:
 
     __slots__ = ("dy_TO", "x_TI")
 
-    def __init__(self, dy_TO: Tensor, x_TI: Tensor) -> None:
+    def __init__(self, dy_TO: Tensor | Gathered, x_TI: Tensor | Gathered) -> None:
         self.dy_TO, self.x_TI = dy_TO, x_TI
 
+    def start(self) -> None:
+        """Begin to gather what is to be gathered."""
+        for factor in (self.dy_TO, self.x_TI):
+            if isinstance(factor, Gathered):
+                factor.start()
+
     def __call__(self, buffer: Tensor, holds_sum: bool) -> None:
-        dy_OT = self.dy_TO.t()
+        dy, x_TI = self.dy_TO, self.x_TI
+        dy_OT = (dy.wait() if isinstance(dy, Gathered) else dy).t()
+        if isinstance(x_TI, Gathered):
+            x_TI = x_TI.wait()
         if buffer.dtype == dy_OT.dtype:
-            buffer.addmm_(dy_OT, self.x_TI, beta=int(holds_sum))
+            buffer.addmm_(dy_OT, x_TI, beta=int(holds_sum))
             return
-        add_or_copy(narrow_product(dy_OT, self.x_TI, buffer.dtype), buffer, holds_sum)
+        add_or_copy(narrow_product(dy_OT, x_TI, buffer.dtype), buffer, holds_sum)
+
+
+class _RowSum:
+    """buffer (+)= the sum of dy's rows, in the buffer's dtype."""
+
+    __slots__ = ("dy_TO",)
+
+    def __init__(self, dy_TO: Tensor) -> None:
+        self.dy_TO = dy_TO
+
+    def __call__(self, buffer: Tensor, holds_sum: bool) -> None:
+        add_or_copy(self.dy_TO.sum(0, dtype=buffer.dtype), buffer, holds_sum)
 
 
 def narrow_product(dy_OT: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:

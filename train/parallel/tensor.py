@@ -1,27 +1,73 @@
-"""Tensor parallelism: the axis over which heads, feed-forward features and vocabulary are cut (Shoeybi et al. 2019).
+"""The tensor axis: ranks that share each layer, and how tokens move between them.
 
-Owns: what a layer must know of the axis.
+Owns: the two forms of the residual stream (every rank holds all tokens, or its rows of them: sequence parallelism,
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) and the collectives between them. Has no derivatives of its
+own: the layers of linear.py and vocabulary.py use these in both directions.
+
+Shapes: T tokens of a micro-batch, R tokens of the residual stream on this rank (T, or T / size), D features.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from torch import Tensor
 
-from ..comm import Communicator
+from ..comm import Communicator, Work
 
 
-@dataclass(frozen=True)
 class TensorAxis:
-    """sequence: between the layers each rank holds only its part of the tokens (Korthikanti et al. 2022)."""
+    """Place on the tensor axis.
 
-    comm: Communicator
-    sequence: bool = False
+    cuts_tokens: the residual stream is cut, along the flat tokens. Layers take [R, D] from it, `gather` to [T, D], and
+    come back from partial sums [T, D] by `reduce`. On an axis of one rank R = T and nothing is exchanged.
+    """
 
-    @property
-    def size(self) -> int:
-        return self.comm.size
+    def __init__(self, comm: Communicator, sequence: bool = False) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.cuts_tokens = sequence and comm.size > 1
 
-    @property
-    def cuts_tokens(self) -> bool:
-        """Whether the residual stream is cut."""
-        return self.sequence and self.comm.size > 1
+    def own(self, rows: Tensor) -> Tensor:
+        """This rank's rows of a tensor [T, ...] that every rank has, as a view: [R, ...]."""
+        if not self.cuts_tokens:
+            return rows
+        n = rows.shape[0] // self.size
+        assert n * self.size == rows.shape[0], f"{rows.shape[0]} tokens over {self.size} ranks"
+        return rows[self.rank * n : (self.rank + 1) * n]
+
+    def gather(self, x_RD: Tensor) -> tuple[Tensor, Work]:
+        """All ranks' tokens [T, D], once the work is waited for."""
+        if not self.cuts_tokens:
+            return x_RD, Work()
+        return self.comm.all_gather_async(x_RD)
+
+    def reduce(self, x_TD: Tensor) -> tuple[Tensor, Work]:
+        """The sum over ranks, of it this rank's tokens [R, D], once the work is waited for; may overwrite x_TD."""
+        if self.cuts_tokens:
+            return self.comm.reduce_scatter_async(x_TD)
+        return x_TD, self.comm.all_reduce_async(x_TD)
+
+
+class Gathered:
+    """Tokens of all ranks, of which only this rank's are kept until they are needed.
+
+    Holding [T, D] from the forward to the backward pass, or until a deferred product, would cost what sequence
+    parallelism is there to save; gathering them again costs one collective, most of it behind other work.
+    """
+
+    __slots__ = ("_all_TD", "_axis", "_work", "own_RD")
+
+    def __init__(self, axis: TensorAxis, own_RD: Tensor) -> None:
+        self._axis, self.own_RD = axis, own_RD
+        self._all_TD: Tensor | None = None
+        self._work = Work()
+
+    def start(self) -> None:
+        """Begin to gather; does nothing if begun."""
+        if self._all_TD is None:
+            self._all_TD, self._work = self._axis.gather(self.own_RD)
+
+    def wait(self) -> Tensor:
+        """[T, D]"""
+        self.start()
+        self._work.wait()
+        assert self._all_TD is not None
+        return self._all_TD
