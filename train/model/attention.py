@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...conf.schema import QkNorm
-from ..linear import linear, project
+from ..linear import project, reduce_linear
 from ..params import head_dim
 from .forward_pass import ForwardPass
 from .parts import Parts
@@ -20,7 +20,8 @@ class Attention(nn.Module):
 
     def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
-        self.config, self.ops, self.queue, self.context = parts.config, parts.ops, parts.queue, parts.context
+        self.config, self.ops, self.queue = parts.config, parts.ops, parts.queue
+        self.axis, self.context = parts.tensor, parts.context
         self.width = head_dim(parts.config)
         self.norm = parts.parameter(f"{name}.norm")
         self.wq = parts.parameter(f"{name}.wq")
@@ -32,7 +33,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, shared: ForwardPass) -> Tensor:
         rows = shared.batch.tokens.shape[0]
-        q, k, v = project(x_TD, (self.wq, self.wk, self.wv), self.queue)
+        q, k, v = project(x_TD, (self.wq, self.wk, self.wv), self.queue, self.axis)
         q_BSHE, k_BSKE, v_BSKE = (t.view(rows, -1, t.shape[-1] // self.width, self.width) for t in (q, k, v))
         if self.config.qk_norm is QkNorm.head:
             q_BSHE = self.ops.rmsnorm(q_BSHE, self.q_norm, self.config.norm_eps)
@@ -46,4 +47,4 @@ class Attention(nn.Module):
             window=self.config.sliding_window or None,
             softcap=self.config.attention_softcap or None,
         )
-        return linear(out_BSHE.reshape(q.shape), self.wo, self.queue)
+        return reduce_linear(out_BSHE.reshape(q.shape), self.wo, self.queue, self.axis)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ...conf.schema import ModelConfig
 from ...kernels import Ops
 from ...kernels.rope import rope_cos_sin
-from ..linear import WeightGradients, add_or_copy, embed, gradient_dtype, linear
+from ..linear import WeightGradients, add_or_copy, gradient_dtype, linear, project
 from ..parallel.stages import StageSpec, whole
+from ..parallel.vocabulary import VocabularyLoss, embed_tokens, vocabulary_loss
 from ..params import head_dim
 from .block import Block, add_norm
 from .forward_pass import IGNORE, DropoutKey, ForwardPass, Sums
@@ -36,7 +37,9 @@ class Decoder(nn.Module):
     def __init__(self, parts: Parts, stage: StageSpec) -> None:
         super().__init__()
         self.config, self.ops, self.queue, self.stage = parts.config, parts.ops, parts.queue, stage
-        self.recompute = parts.recompute
+        self.recompute, self.axis = parts.recompute, parts.tensor
+        vocabulary = [name for name in ("embedding", "head") if name in parts.table]
+        self._vocab_start = parts.first_row(vocabulary[0]) if vocabulary else 0
         if stage.is_first or (stage.is_last and parts.config.tied_embeddings):
             self.embedding = parts.parameter("embedding")
         self.blocks = nn.ModuleDict({str(i): Block(parts, i) for i in stage.layers})
@@ -69,17 +72,21 @@ class Decoder(nn.Module):
         return add_norm(self.ops, x_TD, branch_TD, self.norm, self.config.norm_eps)[0]
 
     def logits(self, batch: Batch) -> Tensor:
-        """[B, S, V], of a model in one stage, without dropout."""
-        return linear(self.hidden(batch), self.output_weight, self.queue).view(*batch.tokens.shape, -1)
+        """[B, S, V] with this rank's part of the vocabulary, of a model in one stage, without dropout."""
+        (logits_TV,) = project(self.hidden(batch), (self.output_weight,), self.queue, self.axis)
+        return logits_TV.view(*batch.tokens.shape, -1)
 
     def _blocks(self, batch: Batch, dropout: DropoutKey | None, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The stream after the last block, as the sum so far and what the last branch adds to it."""
         if x_TD is None:
             assert self.stage.is_first
-            x_TD = embed(batch.tokens.reshape(-1), self.embedding, self.queue)
+            tokens = batch.tokens.reshape(-1)
+            x_TD = embed_tokens(tokens, self.embedding, self.queue, self.axis, self._vocab_start)
         inv_freq = inverse_frequencies(head_dim(self.config), self.config.rope_theta, batch.positions.device)
         cos_sin = rope_cos_sin(batch.positions, inv_freq, dtype=x_TD.dtype)
-        numbers_T = batch.token_numbers.reshape(-1) if dropout is not None and self.config.dropout > 0.0 else None
+        numbers_T = None
+        if dropout is not None and self.config.dropout > 0.0:
+            numbers_T = self.axis.own(batch.token_numbers.reshape(-1))
         shared = ForwardPass(batch, inv_freq, cos_sin, dropout, numbers_T)
         branch_TD = None
         for layer, block in self.blocks.items():
@@ -88,6 +95,8 @@ class Decoder(nn.Module):
 
     def _sums(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> Sums:
         """Loss of hidden states against targets; IGNORE counts nowhere."""
+        if self.axis.size > 1:
+            return self._sums_of_parts(h_TD, targets_T, scale)
         losses_T, lse_T = self._losses(h_TD, targets_T, scale)
         total = losses_T.sum()
         counted_T = targets_T != IGNORE
@@ -95,6 +104,22 @@ class Decoder(nn.Module):
         if self.config.z_loss:
             loss = loss - self.config.z_loss * lse_T.square().masked_fill(~counted_T, 0.0).sum()
         return Sums(total * scale, loss, counted_T.sum())
+
+    def _sums_of_parts(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> Sums:
+        """The same over a vocabulary that is cut, for all tokens, on every rank of the tensor axis."""
+        loss = VocabularyLoss(
+            self.ops,
+            self.queue,
+            self.axis,
+            self._vocab_start,
+            self.config.vocab_size,
+            IGNORE,
+            self.config.z_loss,
+            self.config.logit_softcap or None,
+            token_grad=scale,
+        )
+        objective, cross_entropy = vocabulary_loss(h_TD, self.output_weight, targets_T, loss)
+        return Sums(objective * scale, cross_entropy, (targets_T != IGNORE).sum())
 
     def _losses(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """(losses, log-sum-exps), [T] each."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..linear import linear, project
+from ..linear import project, reduce_linear
 from .parts import Parts
 
 
@@ -16,12 +16,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
-        self.ops, self.queue = parts.ops, parts.queue
+        self.ops, self.queue, self.axis = parts.ops, parts.queue, parts.tensor
         self.norm = parts.parameter(f"{name}.norm")
         self.gate = parts.parameter(f"{name}.gate")
         self.up = parts.parameter(f"{name}.up")
         self.down = parts.parameter(f"{name}.down")
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = project(x_TD, (self.gate, self.up), self.queue)
-        return linear(self.ops.swiglu(gate_TF, up_TF), self.down, self.queue)
+        gate_TF, up_TF = project(x_TD, (self.gate, self.up), self.queue, self.axis)
+        return reduce_linear(self.ops.swiglu(gate_TF, up_TF), self.down, self.queue, self.axis)

@@ -59,3 +59,7 @@ class Parts:
     def parameter(self, name: str) -> nn.Parameter:
         """This rank's part of the named parameter, without values yet."""
         return nn.Parameter(torch.empty(self.table.box(name, self.grid).shape, dtype=self.dtype, device=self.device))
+
+    def first_row(self, name: str) -> int:
+        """Where this rank's rows of the named parameter begin in the whole one."""
+        return self.table.box(name, self.grid).start[0]
