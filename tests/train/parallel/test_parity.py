@@ -12,6 +12,12 @@ from parity import configured
 # name -> (ranks, parallel, other sections)
 Case = tuple[int, dict[str, Any], dict[str, dict[str, Any]]]
 
+# tiny_config has 4 query and 2 key heads, configured() a vocabulary of 67 and 50 inner features: nothing divides by 4.
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "model": {"tied_embeddings": True, "qk_norm": "head", "dropout": 0.1, "z_loss": 1e-3},
+    "data": {"mask_documents": True, "reset_positions": True},
+}
+
 CASES: dict[str, Case] = {
     "ddp 2": (2, {}, {}),
     "zero1 4": (4, {"data": "zero1"}, {}),
@@ -36,6 +42,11 @@ CASES: dict[str, Case] = {
         {"context": 2, "context_method": "ulysses"},
         {"data": {"mask_documents": True}, "train": {"micro_batch": 1}},
     ),
+    "tensor 2": (2, {"tensor": 2}, {}),
+    "tensor 2 without sequence, everything": (2, {"tensor": 2, "sequence": False}, EVERYTHING),
+    "tensor 4, key heads on two ranks each, everything": (4, {"tensor": 4}, EVERYTHING),
+    "tensor 2 x data 2, everything": (4, {"tensor": 2}, EVERYTHING),
+    "tensor 2 x context 2, everything": (4, {"tensor": 2, "context": 2}, EVERYTHING),
 }
 
 

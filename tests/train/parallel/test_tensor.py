@@ -202,6 +202,7 @@ def test_the_loss_of_uneven_parts_is_the_whole_one(run_ranks: Callable[..., Any]
 
 def rank_bad_target(member: Membership) -> str:
     grid = form(member, Layout(tensor=2), backend="gloo")
+    grid.tensor.barrier()  # who leaves at once, while others still connect, breaks their connection
     axis = TensorAxis(grid.tensor, False)
     plan = VocabularyLoss(select(), WeightGradients(Sink()), axis, start_of(V, axis), V)
     part = cut(numbers("head", V, D), 0, axis)
