@@ -23,7 +23,7 @@ from .checks_task import task_rules
 from .fields import show
 from .load import to_plain
 from .problems import Problem, Severity, nearest
-from .schema import Config, Continuation, ParamDtype, Schedule
+from .schema import Config, ContextMethod, Continuation, ParamDtype, Schedule
 
 # The ops of stoker.kernels, which this package does not import, and the implementations it may be asked for.
 OPS = (
@@ -42,7 +42,7 @@ OPS = (
     "l2norm",
     "dropout",
 )
-IMPLEMENTATIONS = ("auto", "reference", "native", "apex")
+IMPLEMENTATIONS = ("auto", "reference", "native", "apex", "sdpa", "varlen", "flash")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -210,6 +210,23 @@ def _kernels(config: Config) -> Iterator[Problem]:
         if chosen not in IMPLEMENTATIONS and not config.plugins:  # a plug-in may bring its own
             message = f"no such implementation; {_meant(chosen, IMPLEMENTATIONS)}"
             yield Problem(f"kernels.{field}", chosen, message)
+    yield from _flash_attention(config)
+
+
+def _flash_attention(config: Config) -> Iterator[Problem]:
+    """What is asked for by name is honoured or refused."""
+    field, p = "kernels.ops.attention", config.parallel
+    chosen = config.kernels.ops.get("attention")
+    if chosen not in ("varlen", "flash"):
+        return
+    others = "choose auto or sdpa"
+    if config.precision.params is not ParamDtype.bfloat16:
+        yield Problem(field, chosen, f"has kernels for half precision only; {others}, or precision.params=bfloat16")
+    if chosen == "varlen" and config.model.attention_softcap > 0:
+        yield Problem(field, chosen, f"has no soft cap, which model.attention_softcap asks for; {others}, or flash")
+    if p.context > 1 and p.context_method is ContextMethod.ring:
+        message = "is not asked by the ring, which computes blocks with torch's kernels; leave it out"
+        yield Problem(field, chosen, f"{message}, or choose parallel.context_method=ulysses")
 
 
 def _meant(word: str, known: Sequence[str]) -> str:

@@ -288,7 +288,7 @@ class PrecisionConfig:
 
 @dataclass
 class KernelsConfig:
-    """Which implementation each fused op uses: reference, native, apex or auto."""
+    """Which implementation each fused op uses: auto, reference, native, apex; attention also: sdpa, varlen, flash."""
 
     default: str = "auto"  # for every op that `ops` does not name
     ops: dict[str, str] = field(default_factory=dict)  # per op, e.g. {rmsnorm: reference}

@@ -16,7 +16,7 @@ from .implementations import IMPLEMENTATIONS, Function, Implementation
 from .ops import OP_NAMES, Choice, Ops
 
 AUTO = "auto"
-AUTO_ORDER = ("native", "apex", "reference")
+AUTO_ORDER = ("native", "apex", "flash", "varlen", "sdpa", "reference")
 
 
 def select(
@@ -46,7 +46,7 @@ def select(
             problems.append(text)
         else:
             chosen[op] = row
-            choices.append(Choice(op, row.name, text))
+            choices.append(Choice(op, row.name, "; ".join(filter(None, (text, row.note)))))
     if problems:
         raise ValueError("\n".join(problems))
     functions: dict[str, Any] = {op: _load(row) for op, row in chosen.items()}
@@ -87,6 +87,8 @@ def _automatic(op: str, rows: Mapping[str, Implementation], device: str) -> tupl
     order = [name for name in AUTO_ORDER if name in rows] + [name for name in rows if name not in AUTO_ORDER]
     passed_over: list[str] = []
     for name in order:
+        if device in rows[name].no_gain:
+            continue
         reasons = rows[name].lacks(device)
         if not reasons:
             return rows[name], "; ".join([AUTO, *passed_over])

@@ -6,7 +6,7 @@ Data only; `dispatch.select` reads it. A new implementation is a row here and a 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ class Implementation:
     """One row. `load` imports and returns the function; None: the name is reserved and not written yet.
 
     devices: torch device types it runs on, empty for any. module: importable name it needs beside this package, with
-    `source` saying how to get it.
+    `source` saying how to get it. note: what of the op it leaves to others, for the log. no_gain: device types where
+    `auto` takes the reference instead.
     """
 
     op: str
@@ -30,6 +31,8 @@ class Implementation:
     devices: tuple[str, ...] = ()
     module: str | None = None
     source: str = ""
+    note: str = ""
+    no_gain: tuple[str, ...] = ()
 
     def runs_on(self, device: str) -> bool:
         """Whether the device type (cpu, cuda) is one of its own; says nothing about what is installed."""
@@ -56,6 +59,32 @@ def _native(op: str) -> Implementation:
     return Implementation(op, "native", load=None, devices=("cuda",))
 
 
+def _attention() -> Iterator[Implementation]:
+    """All but the reference."""
+
+    def sdpa() -> Function:
+        from .attention_sdpa import attention_sdpa
+
+        return attention_sdpa
+
+    def varlen() -> Function:
+        from .attention_varlen import VarlenAttention, torch_kernel
+
+        return VarlenAttention(torch_kernel, has_softcap=False)
+
+    def flash() -> Function:
+        from .attention_varlen import VarlenAttention, package_kernel
+
+        return VarlenAttention(package_kernel, has_softcap=True)
+
+    note = "half precision; the rest by sdpa"
+    cuda = ("cuda",)
+    yield Implementation("attention", "flash", flash, cuda, "flash_attn", "PyPI's flash-attn, 2.6 or newer", note)
+    yield Implementation("attention", "varlen", varlen, cuda, "torch.nn.attention.varlen", "a newer torch", note)
+    # On the CPU the reference asks the same kernels, and bfloat16 is slower there than float32.
+    yield Implementation("attention", "sdpa", sdpa, no_gain=("cpu",))
+
+
 def _apex(op: str, module: str, switch: str) -> Implementation:
     source = f"NVIDIA apex, built from source with {switch}=1 (PyPI's apex is another project)"
     return Implementation(op, "apex", load=None, devices=("cuda",), module=module, source=source)
@@ -64,6 +93,7 @@ def _apex(op: str, module: str, switch: str) -> Implementation:
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *(_reference(op) for op in OP_NAMES),
     *(_native(op) for op in OP_NAMES),
+    *_attention(),
     _apex("rmsnorm", "fused_layer_norm_cuda", "APEX_CUDA_EXT"),
     _apex("layernorm", "fused_layer_norm_cuda", "APEX_CUDA_EXT"),
     _apex("rope", "fused_rotary_positional_embedding", "APEX_CUDA_EXT"),

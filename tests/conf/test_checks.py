@@ -151,9 +151,22 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
     ({"kernels.ops": {"rmsnrm": "apex"}}, ["e kernels.ops.rmsnrm=apex: no such op; did you mean rmsnorm?"]),
     ({"kernels.default": "referenc", "kernels.ops": {"rope": "cuda"}}, [
         "e kernels.default=referenc: no such implementation; did you mean reference?",
-        "e kernels.ops.rope=cuda: no such implementation; there are: auto, reference, native, apex",
+        "e kernels.ops.rope=cuda: no such implementation; there are: auto, reference, native, apex, "
+        "sdpa, varlen, flash",
     ]),
     ({"kernels.default": "mine", "plugins": ["my.kernels"]}, []),
+    ({"kernels.ops": {"attention": "flash"}, "precision.params": "bfloat16", "cluster.gpus_per_node": 1}, []),
+    ({"kernels.ops": {"attention": "flash"}}, [
+        "e kernels.ops.attention=flash: has kernels for half precision only; choose auto or sdpa, or "
+        "precision.params=bfloat16",
+    ]),
+    ({"kernels.ops": {"attention": "varlen"}, "precision.params": "bfloat16", "model.attention_softcap": 30,
+      "parallel.context": 2, "cluster.procs_per_node": 2, "cluster.cpus_per_task": 2, "cluster.gpus_per_node": 2}, [
+        "e kernels.ops.attention=varlen: has no soft cap, which model.attention_softcap asks for; choose auto or sdpa, "
+        "or flash",
+        "e kernels.ops.attention=varlen: is not asked by the ring, which computes blocks with torch's kernels; leave "
+        "it out, or choose parallel.context_method=ulysses",
+    ]),
     ({"cluster.setup": ["module load a\nrm -r b"]}, [
         "e cluster.setup.0='module load a\\nrm -r b': holds a line break or another control character; "
         "expected one line",

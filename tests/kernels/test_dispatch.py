@@ -99,9 +99,13 @@ def test_unknown_names_come_with_the_nearest_and_the_known_all_at_once():
     first, second, third = refusal({"rmsnrom": "auto", "rope": "refrence", "default": "zzz"})
     assert first.startswith("kernels.rmsnrom: unknown op, did you mean rmsnorm? known: default, rmsnorm, layernorm, ")
     assert second == (
-        "kernels.rope=refrence: unknown implementation, did you mean reference? known: apex, auto, native, reference"
+        "kernels.rope=refrence: unknown implementation, did you mean reference? known: apex, auto, flash, native, "
+        "reference, sdpa, varlen"
     )
-    assert third == "kernels.default=zzz: unknown implementation; known: apex, auto, native, reference"
+    assert (
+        third
+        == "kernels.default=zzz: unknown implementation; known: apex, auto, flash, native, reference, sdpa, varlen"
+    )
 
 
 def test_an_unavailable_default_names_every_op_it_fails_for():
