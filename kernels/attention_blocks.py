@@ -61,16 +61,15 @@ def block_forward(q_BHQE: Tensor, k_BKNE: Tensor, v_BKNV: Tensor, rule: Rule, pl
 
     A query that sees no key gets out 0 and log-sum-exp -inf.
     """
-    if flash.takes(q_BHQE, k_BKNE, v_BKNV, rule.softcap):
-        kind = _one_kernel(q_BHQE, k_BKNE, rule, place)
-        if kind is not None:
-            return flash.forward(q_BHQE, k_BKNE, v_BKNV, rule.scale, is_causal=kind == "causal")
+    band = _band(q_BHQE.shape[2], k_BKNE.shape[2], rule, place)
+    if band is not None and flash.takes(q_BHQE, v_BKNV, rule.softcap, band):
+        return flash.forward(q_BHQE, k_BKNE, v_BKNV, rule.scale, band)
     out_BHQV = q_BHQE.new_zeros(*q_BHQE.shape[:3], v_BKNV.shape[-1])
     lse_BHQ = q_BHQE.new_full(q_BHQE.shape[:3], -math.inf, dtype=accumulate_dtype(q_BHQE.dtype))
     for rows, keys, mask in _chunks(q_BHQE, k_BKNE, rule, place):
         part = (q_BHQE[:, :, rows], k_BKNE[:, :, keys], v_BKNV[:, :, keys])
-        if flash.takes_mask(*part, rule.softcap):
-            out_BHQV[:, :, rows], lse_BHQ[:, :, rows] = flash.forward(*part, rule.scale, mask)
+        if flash.takes_mask(q_BHQE, v_BKNV, rule.softcap):
+            out_BHQV[:, :, rows], lse_BHQ[:, :, rows] = flash.forward(*part, rule.scale, mask=mask)
         else:
             out_BHQV[:, :, rows], lse_BHQ[:, :, rows] = _explicit(*part, rule, mask)
     return out_BHQV, lse_BHQ
@@ -92,18 +91,16 @@ def block_backward(
     out, lse: of all keys that the queries see, in this block or in others. grad_lse: where the log-sum-exp is a result.
     """
     wide = accumulate_dtype(q_BHQE.dtype)
-    if grad_lse_BHQ is None and flash.takes(q_BHQE, k_BKNE, v_BKNV, rule.softcap):
-        kind = _one_kernel(q_BHQE, k_BKNE, rule, place)
-        if kind is not None:
-            whole = (grad_BHQV, q_BHQE, k_BKNE, v_BKNV, out_BHQV, lse_BHQ)
-            dq, dk, dv = flash.backward(*whole, rule.scale, is_causal=kind == "causal")
-            return dq.to(wide), dk.to(wide), dv.to(wide)
+    band = _band(q_BHQE.shape[2], k_BKNE.shape[2], rule, place)
+    if grad_lse_BHQ is None and band is not None and flash.takes(q_BHQE, v_BKNV, rule.softcap, band):
+        dq, dk, dv = flash.backward(grad_BHQV, q_BHQE, k_BKNE, v_BKNV, out_BHQV, lse_BHQ, rule.scale, band)
+        return dq.to(wide), dk.to(wide), dv.to(wide)
     dq_BHQE, dk_BKNE, dv_BKNV = (torch.zeros_like(t, dtype=wide) for t in (q_BHQE, k_BKNE, v_BKNV))
     for rows, keys, mask in _chunks(q_BHQE, k_BKNE, rule, place):
         q, k, v = q_BHQE[:, :, rows], k_BKNE[:, :, keys], v_BKNV[:, :, keys]
         part = (grad_BHQV[:, :, rows], q, k, v, out_BHQV[:, :, rows], lse_BHQ[:, :, rows])
-        if grad_lse_BHQ is None and flash.takes_mask(q, k, v, rule.softcap):
-            dq, dk, dv = flash.backward(*part, rule.scale, mask)
+        if grad_lse_BHQ is None and flash.takes_mask(q, v, rule.softcap):
+            dq, dk, dv = flash.backward(*part, rule.scale, mask=mask)
         else:
             dq, dk, dv = _explicit_backward(
                 *part, None if grad_lse_BHQ is None else grad_lse_BHQ[:, :, rows], rule, mask
@@ -114,12 +111,17 @@ def block_backward(
     return dq_BHQE, dk_BKNE, dv_BKNV
 
 
-def _one_kernel(q_BHQE: Tensor, k_BKNE: Tensor, rule: Rule, place: Place) -> Sight | None:
-    """ "all" or "causal" where a fused kernel needs no mask for the whole block."""
+def _band(queries: int, keys: int, rule: Rule, place: Place) -> flash.Band | None:
+    """Where the keys that each query sees are a band along the diagonal, so that no mask is needed."""
     if place.q_docs is not None:
         return None
-    seen = sight(place.q_start, q_BHQE.shape[2], place.k_start, k_BKNE.shape[2], rule.window)
-    return seen if seen in ("all", "causal") else None
+    seen = sight(place.q_start, queries, place.k_start, keys, rule.window)
+    if seen in ("all", "causal"):
+        return flash.ALL if seen == "all" else flash.CAUSAL
+    back = place.q_start - place.k_start
+    if rule.window is None or queries != keys or rule.window <= back or 0 < back < keys:
+        return None
+    return flash.Band(rule.window - 1 - back, 0 if back == 0 else -1)
 
 
 def _chunks(q_BHQE: Tensor, k_BKNE: Tensor, rule: Rule, place: Place) -> Iterator[tuple[slice, slice, Tensor | None]]:

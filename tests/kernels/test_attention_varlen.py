@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from stoker.kernels import select
-from stoker.kernels.attention_flash import backward, forward
+from stoker.kernels.attention_flash import CAUSAL, Band, backward, forward
 from stoker.kernels.attention_sdpa import attention_sdpa
 from stoker.kernels.attention_varlen import Documents, VarlenAttention, find_documents, package_kernel, torch_kernel
 from stoker.kernels.reference import attention
@@ -131,9 +131,9 @@ def test_torchs_gpu_kernels_are_asked_with_arguments_they_have():
         documents = Documents(torch.empty(6, dtype=torch.int32, device="cuda"), 8)
         assert torch_kernel(*(t.flatten(0, 1) for t in (q, k, v)), documents, 3, None, None).shape == (18, 4, 8)
         heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-        out, lse = forward(*heads_first, 0.3, is_causal=True)
+        out, lse = forward(*heads_first, 0.3, CAUSAL)
         assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 9, 8), (2, 4, 9), torch.float32)
-        grads = backward(out, *heads_first, out, lse, 0.3, is_causal=True)
+        grads = backward(out, *heads_first, out, lse, 0.3, Band(3, -1))
         assert [g.shape for g in grads] == [t.shape for t in heads_first]
 
 

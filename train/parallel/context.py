@@ -153,7 +153,8 @@ class Ring:
     def _documents(self, q_chunk: int, k_chunk: int) -> str:
         """Whether two chunks have documents in common: none, some, or all tokens of both are of the same one."""
         if self.part.spans is None:
-            return "all" if self.part.doc_ids is None else "some"
+            assert self.part.doc_ids is None, "documents without their spans"
+            return "all"
         spans = [(row[q_chunk], row[k_chunk]) for row in self.part.spans]
         if all(q[1] < k[0] or k[1] < q[0] for q, k in spans):
             return "none"

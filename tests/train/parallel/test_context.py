@@ -25,6 +25,7 @@ CASES = {
     "all": {"documents": DOCUMENTS, "window": 9, "softcap": 1.5, "scale": 0.7},
     "one key head": {"kv": 1},
     "as many key heads": {"kv": 4, "documents": DOCUMENTS},
+    "twelve heads on six": {"heads": 12, "kv": 6, "window": 20},
     "half precision": {"documents": DOCUMENTS, "dtype": "bfloat16"},
 }
 
@@ -43,12 +44,12 @@ def make_axis(grid, method):
     return ContextAxis(grid.context, ContextMethod(method), attention)
 
 
-def case_errors(axis, documents=None, kv=KV_HEADS, dtype="float64", **options):
+def case_errors(axis, documents=None, heads=HEADS, kv=KV_HEADS, dtype="float64", **options):
     """Largest differences between this rank's part and one process: out, dq, dk, dv."""
     torch.manual_seed(1)
     kind = getattr(torch, dtype)
-    whole = [torch.randn(ROWS, LENGTH, n, WIDTH).to(kind).requires_grad_() for n in (HEADS, kv, kv)]
-    upstream = torch.randn(ROWS, LENGTH, HEADS, WIDTH).to(kind)
+    whole = [torch.randn(ROWS, LENGTH, n, WIDTH).to(kind).requires_grad_() for n in (heads, kv, kv)]
+    upstream = torch.randn(ROWS, LENGTH, heads, WIDTH).to(kind)
     batch = make_batch(documents)
     want_out = attention(*whole, doc_ids=batch.doc_ids, **options)
     want = (want_out, *torch.autograd.grad(want_out, whole, upstream))
