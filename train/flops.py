@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..conf.schema import ModelConfig
-from .params import ParamTable, Role, head_dim
+from .params import ParamTable, Role, head_dim, layer_window
 
 # Dense peaks in TFLOP/s from the makers' data sheets, (bfloat16 tensor cores, float32 without them); never the
 # figures with sparsity. The first name that the device's name contains counts, so special models come first.
@@ -33,11 +33,12 @@ def flops_per_token(config: ModelConfig, table: ParamTable, seq_len: int) -> flo
 
     The formula of PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). N counts the weights that are multiplied
     with each token: all matrices and the output projection, tied or not, but no embedding look-up and no norms. The
-    attention term counts every query with S keys, causal or not; a sliding window narrower than S replaces S.
+    attention term counts every query with S keys, causal or not; in layers with a sliding window narrower than S that
+    replaces S.
     """
     weights = sum(f.numel for f in table if f.role is Role.MATRIX or f.tied_to is not None)
-    keys = min(seq_len, config.sliding_window or seq_len)
-    return 6.0 * weights + 12.0 * config.num_layers * config.num_heads * head_dim(config) * keys
+    keys = sum(min(seq_len, layer_window(config, layer) or seq_len) for layer in range(config.num_layers))
+    return 6.0 * weights + 12.0 * config.num_heads * head_dim(config) * keys
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -26,12 +26,12 @@ def initialize(model: nn.Module, table: ParamTable, grid: Grid, seed: int) -> No
 def initial_value(facts: ParamFacts, seed: int) -> Tensor:
     """The whole parameter in float32 on the CPU, so that every device and layout starts from the same bits.
 
-    Ones for norms, else normal with mean 0 and `facts.init_std`.
+    Normal with `facts.init_mean` and `facts.init_std`; that mean alone where the deviation is 0.
     """
     if facts.init_std == 0.0:
-        return torch.ones(facts.shape)
+        return torch.full(facts.shape, facts.init_mean)
     generator = torch.Generator().manual_seed(_key(seed, facts.name))
-    return torch.empty(facts.shape).normal_(0.0, facts.init_std, generator=generator)
+    return torch.empty(facts.shape).normal_(facts.init_mean, facts.init_std, generator=generator)
 
 
 def _key(seed: int, name: str) -> int:

@@ -7,13 +7,13 @@ handles parameters one by one (initialisation, reduction, norm, optimizer, check
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod, sqrt
 
 from torch import Tensor, nn
 
-from ..conf.schema import ModelConfig, QkNorm
+from ..conf.schema import Activation, ModelConfig, Norm, NormOrder, Positions, QkNorm
 from .box import Box, Replica
 from .grid import Grid
 from .parallel.stages import StageSpec
@@ -22,6 +22,7 @@ from .parallel.stages import StageSpec
 class Role(Enum):
     MATRIX = "matrix"
     NORM = "norm"
+    BIAS = "bias"
     EMBEDDING = "embedding"
 
 
@@ -29,7 +30,7 @@ class Role(Enum):
 class ParamFacts:
     """One logical parameter. `name` is also its path in the model (`blocks.3.attention.wq`).
 
-    init_std: standard deviation of its initial normal distribution; 0 starts it at one (norms).
+    init_std, init_mean: of its initial normal distribution; 0 starts it at the mean everywhere (norms, biases).
     layer: the block it belongs to; None: to the first stage (embedding) or the last (is_output).
     tied_to: the parameter whose tensor this one shares; such a parameter has no storage, state or gradient of its own.
     shard_dim, shard_axis: the dimension cut over a grid axis, None if every rank of the stage holds all of it. Ranks
@@ -52,6 +53,7 @@ class ParamFacts:
     copies_axis: str | None = None
     reduce_over: str = "dense"
     partial_over: str | None = None
+    init_mean: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -59,8 +61,8 @@ class ParamFacts:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay applies: matrices and embeddings, not norms."""
-        return self.role is not Role.NORM
+        """Whether weight decay applies: matrices and embeddings, not norms and biases."""
+        return self.role not in (Role.NORM, Role.BIAS)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -164,6 +166,12 @@ def head_dim(config: ModelConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_heads
 
 
+def layer_window(config: ModelConfig, layer: int) -> int | None:
+    """Tokens that a query of this layer sees, itself included; None: all before it."""
+    is_global = config.global_every > 0 and (layer + 1) % config.global_every == 0
+    return None if is_global else config.sliding_window or None
+
+
 class _Facts:
     """Makes the facts of one model's parameters.
 
@@ -173,16 +181,37 @@ class _Facts:
 
     def __init__(self, config: ModelConfig, sequence: bool, pipelined: bool) -> None:
         self.config = config
-        self._norms_partial_over = "tensor" if sequence else None
+        self._stream_partial_over = "tensor" if sequence else None
         self._tied_partial_over = "tied" if pipelined else None
+        # What is added to the stream is scaled down with depth, so that the stream's variance does not grow with it
+        # (Radford et al. 2019, GPT-2, section 2.3).
+        self._residual_std = config.init_std / sqrt(2 * config.num_layers)
 
-    def norm(self, name: str, size: int, layer: int | None = None, is_output: bool = False) -> ParamFacts:
-        partial = self._norms_partial_over
-        return ParamFacts(name, (size,), Role.NORM, 0.0, layer, is_output, partial_over=partial)
+    def norm(self, name: str, layer: int | None = None, is_output: bool = False) -> list[ParamFacts]:
+        """Of the residual stream, or of what is added to it."""
+        weight = ParamFacts(
+            name,
+            (self.config.hidden_size,),
+            Role.NORM,
+            0.0,
+            layer,
+            is_output,
+            partial_over=self._stream_partial_over,
+            init_mean=1.0 - self.config.norm_offset,
+        )
+        if self.config.norm is Norm.rmsnorm:
+            return [weight]
+        return [weight, replace(weight, name=f"{name}_bias", role=Role.BIAS, init_mean=0.0)]
 
     def head_norm(self, name: str, size: int, layer: int) -> ParamFacts:
         """Sees the heads of this rank only."""
-        return ParamFacts(name, (size,), Role.NORM, 0.0, layer, partial_over="tensor")
+        mean = 1.0 - self.config.norm_offset
+        return ParamFacts(name, (size,), Role.NORM, 0.0, layer, partial_over="tensor", init_mean=mean)
+
+    def heads_norm(self, like: ParamFacts, name: str) -> ParamFacts:
+        """Over all heads together: one weight per output of the projection `like`, cut as that is."""
+        mean = 1.0 - self.config.norm_offset
+        return replace(like, name=name, shape=like.shape[:1], role=Role.NORM, init_std=0.0, init_mean=mean)
 
     def column(self, name: str, rows: int, columns: int, layer: int, unit: int = 1) -> ParamFacts:
         """A matrix whose outputs are cut."""
@@ -192,29 +221,25 @@ class _Facts:
 
     def kv(self, name: str, rows: int, columns: int, layer: int, unit: int) -> ParamFacts:
         """A column-parallel matrix with fewer heads than ranks, perhaps."""
-        std, shape = self.config.init_std, (rows, columns)
-        return ParamFacts(
-            name,
-            shape,
-            Role.MATRIX,
-            std,
-            layer,
-            shard_dim=0,
-            shard_axis="tensor",
-            unit=unit,
-            copies_axis="kv",
-            partial_over="kv",
-        )
+        return replace(self.column(name, rows, columns, layer, unit), copies_axis="kv", partial_over="kv")
 
     def row(self, name: str, rows: int, columns: int, layer: int, unit: int = 1) -> ParamFacts:
-        """A matrix whose inputs are cut; its output is added to the residual stream.
-
-        What is added is scaled down with depth, so that the stream's variance does not grow with it (Radford et al.
-        2019, GPT-2, section 2.3).
-        """
-        std = self.config.init_std / sqrt(2 * self.config.num_layers)
-        shape = (rows, columns)
+        """A matrix whose inputs are cut; its output is added to the residual stream."""
+        std, shape = self._residual_std, (rows, columns)
         return ParamFacts(name, shape, Role.MATRIX, std, layer, shard_dim=1, shard_axis="tensor", unit=unit)
+
+    def bias(self, matrix: ParamFacts) -> ParamFacts:
+        """Of a matrix's outputs: cut as they are, or whole and added once, by each rank to its tokens of the stream."""
+        bias = replace(matrix, name=f"{matrix.name}_bias", shape=matrix.shape[:1], role=Role.BIAS, init_std=0.0)
+        if matrix.shard_dim == 0:
+            return bias
+        return replace(bias, shard_dim=None, shard_axis=None, unit=1, partial_over=self._stream_partial_over)
+
+    def positions(self) -> ParamFacts:
+        """The learned embedding of positions, whole on every rank of the first stage."""
+        shape = (self.config.max_positions, self.config.hidden_size)
+        partial = self._stream_partial_over
+        return ParamFacts("positions", shape, Role.EMBEDDING, self.config.init_std, partial_over=partial)
 
     def vocabulary(self, name: str, is_output: bool) -> ParamFacts:
         c = self.config
@@ -231,33 +256,52 @@ class _Facts:
             partial_over=self._tied_partial_over if is_tied else None,
         )
 
+    def around(self, branch: str, layer: int, inside: list[ParamFacts]) -> list[ParamFacts]:
+        """A branch of a block between its norms."""
+        order = self.config.norm_order
+        before = [] if order is NormOrder.post else self.norm(f"{branch}.norm", layer)
+        behind = [] if order is NormOrder.pre else self.norm(f"{branch}.post_norm", layer)
+        return [*before, *inside, *behind]
+
+    def attention(self, name: str, layer: int) -> list[ParamFacts]:
+        c, width = self.config, head_dim(self.config)
+        queries, keys, hidden = c.num_heads * width, c.num_kv_heads * width, c.hidden_size
+        wq = self.column(f"{name}.wq", queries, hidden, layer, width)
+        wk = self.kv(f"{name}.wk", keys, hidden, layer, width)
+        wv = self.kv(f"{name}.wv", keys, hidden, layer, width)
+        wo = self.row(f"{name}.wo", hidden, queries, layer, width)
+        facts = [wq, wk, wv]
+        if c.qkv_bias:
+            facts += [self.bias(matrix) for matrix in (wq, wk, wv)]
+        if c.qk_norm is QkNorm.head:
+            facts += [self.head_norm(f"{name}.{n}_norm", width, layer) for n in ("q", "k")]
+        if c.qk_norm is QkNorm.full:
+            facts += [self.heads_norm(wq, f"{name}.q_norm"), self.heads_norm(wk, f"{name}.k_norm")]
+        return [*facts, wo, *([self.bias(wo)] if c.linear_bias else [])]
+
+    def feed_forward(self, name: str, layer: int) -> list[ParamFacts]:
+        c = self.config
+        inner = ["up"] if c.activation is Activation.gelu else ["gate", "up"]
+        matrices = [self.column(f"{name}.{n}", c.ffn_size, c.hidden_size, layer) for n in inner]
+        matrices.append(self.row(f"{name}.down", c.hidden_size, c.ffn_size, layer))
+        if not c.linear_bias:
+            return matrices
+        return [facts for matrix in matrices for facts in (matrix, self.bias(matrix))]
+
 
 def decoder_table(config: ModelConfig, sequence: bool = False, pipelined: bool = False) -> ParamTable:
     """The parameters of model.Decoder. Matrices are [out, in], as torch.nn.functional.linear takes them.
 
     sequence, pipelined: whether the layout has sequence parallelism, and more than one pipeline rank.
     """
-    hidden, ffn, width = config.hidden_size, config.ffn_size, head_dim(config)
-    queries, keys = config.num_heads * width, config.num_kv_heads * width
     make = _Facts(config, sequence, pipelined)
     facts = [make.vocabulary("embedding", is_output=False)]
+    if config.positions is Positions.learned:
+        facts.append(make.positions())
     for i in range(config.num_layers):
-        b = f"blocks.{i}"
-        facts += [
-            make.norm(f"{b}.attention.norm", hidden, i),
-            make.column(f"{b}.attention.wq", queries, hidden, i, width),
-            make.kv(f"{b}.attention.wk", keys, hidden, i, width),
-            make.kv(f"{b}.attention.wv", keys, hidden, i, width),
-        ]
-        if config.qk_norm is QkNorm.head:
-            facts += [make.head_norm(f"{b}.attention.{n}_norm", width, i) for n in ("q", "k")]
-        facts += [
-            make.row(f"{b}.attention.wo", hidden, queries, i, width),
-            make.norm(f"{b}.ffn.norm", hidden, i),
-            make.column(f"{b}.ffn.gate", ffn, hidden, i),
-            make.column(f"{b}.ffn.up", ffn, hidden, i),
-            make.row(f"{b}.ffn.down", hidden, ffn, i),
-        ]
-    facts.append(make.norm("norm", hidden, is_output=True))
+        attention, ffn = f"blocks.{i}.attention", f"blocks.{i}.ffn"
+        facts += make.around(attention, i, make.attention(attention, i))
+        facts += make.around(ffn, i, make.feed_forward(ffn, i))
+    facts += make.norm("norm", is_output=True)
     facts.append(make.vocabulary("head", is_output=True))
     return ParamTable(facts)

@@ -7,38 +7,45 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...kernels import Ops
+from ...conf.schema import NormOrder
 from .attention import Attention
 from .feedforward import FeedForward
 from .forward_pass import ForwardPass
+from .norm import Branch, stream_norm
 from .parts import Parts
 
 
 class Block(nn.Module):
-    """Pre-norm residual block. The residual stream travels as a pair: the sum so far, and the last branch's output,
-    which the next norm adds on its way (one pass over memory instead of two)."""
+    """The residual stream travels as a pair: the sum so far, and the last branch's output, which the next norm adds on
+    its way (one pass over memory instead of two)."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__()
         self.config, self.ops, self.layer = parts.config, parts.ops, layer
-        self.attention = Attention(parts, f"blocks.{layer}.attention")
+        self.norm = stream_norm(parts)
+        self.norms_before = parts.config.norm_order is not NormOrder.post
+        self.norms_behind = parts.config.norm_order is not NormOrder.pre
+        self.attention = Attention(parts, layer)
         self.ffn = FeedForward(parts, f"blocks.{layer}.ffn")
 
     def forward(self, x_TD: Tensor, branch_TD: Tensor | None, shared: ForwardPass) -> tuple[Tensor, Tensor]:
-        h_TD, x_TD = add_norm(self.ops, x_TD, branch_TD, self.attention.norm, self.config.norm_eps)
-        branch_TD = self._drop(self.attention(h_TD, shared), 2 * self.layer, shared)
-        h_TD, x_TD = add_norm(self.ops, x_TD, branch_TD, self.ffn.norm, self.config.norm_eps)
-        return x_TD, self._drop(self.ffn(h_TD), 2 * self.layer + 1, shared)
+        h_TD, x_TD = self._enter(x_TD, branch_TD, self.attention)
+        branch_TD = self._leave(self.attention(h_TD, shared), self.attention, 2 * self.layer, shared)
+        h_TD, x_TD = self._enter(x_TD, branch_TD, self.ffn)
+        return x_TD, self._leave(self.ffn(h_TD), self.ffn, 2 * self.layer + 1, shared)
 
-    def _drop(self, branch_TD: Tensor, site: int, shared: ForwardPass) -> Tensor:
+    def _enter(self, x_TD: Tensor, branch_TD: Tensor | None, to: Branch) -> tuple[Tensor, Tensor]:
+        """(what a branch sees, the stream)."""
+        if self.norms_before:
+            return self.norm.of_sum(x_TD, branch_TD, to.norm, to.norm_bias)
+        x_TD = x_TD if branch_TD is None else x_TD + branch_TD
+        return x_TD, x_TD
+
+    def _leave(self, branch_TD: Tensor, of: Branch, site: int, shared: ForwardPass) -> Tensor:
+        """What a branch adds to the stream."""
+        if self.norms_behind:
+            branch_TD = self.norm.alone(branch_TD, of.post_norm, of.post_norm_bias)
         key, numbers_T = shared.dropout, shared.numbers_T
         if key is None or numbers_T is None:
             return branch_TD
         return self.ops.dropout(branch_TD, self.config.dropout, key.seed, key.step, site, numbers_T)
-
-
-def add_norm(ops: Ops, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed x + branch, x + branch); branch None is nothing to add."""
-    if branch is None:
-        return ops.rmsnorm(x, weight, eps), x
-    return ops.rmsnorm(branch, weight, eps, residual=x)

@@ -1,4 +1,4 @@
-"""The model: a Llama-style decoder as a list of blocks (Touvron et al. 2023; QK-norm as in Qwen3), or a slice of it.
+"""The model: a decoder as a list of blocks, or a slice of it.
 
 Owns: embedding, the order of blocks, and the loss. Parameters are named as in params.decoder_table and get their
 values from init.py. All fused operations come from the `Ops` it is given.
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from ...conf.schema import ModelConfig
 from ...kernels import Ops
-from ...kernels.rope import rope_cos_sin
-from ..linear import WeightGradients, add_or_copy, gradient_dtype, linear, project
+from ...kernels.softcap import softcap
+from ..linear import WeightGradients, add_or_copy, embed, gradient_dtype, linear, project
 from ..parallel.stages import StageSpec, whole
 from ..parallel.vocabulary import VocabularyLoss, embed_tokens, vocabulary_loss
-from ..params import head_dim
-from .block import Block, add_norm
+from .block import Block
 from .forward_pass import IGNORE, DropoutKey, ForwardPass, Sums
+from .norm import stream_norm
 from .parts import Parts
-from .rotary import inverse_frequencies
+from .rotary import Rotary
 
 if TYPE_CHECKING:
     from ..data.dataset import Batch
@@ -42,9 +42,12 @@ class Decoder(nn.Module):
         self._vocab_start = parts.first_row(vocabulary[0]) if vocabulary else 0
         if stage.is_first or (stage.is_last and parts.config.tied_embeddings):
             self.embedding = parts.parameter("embedding")
+        if stage.is_first:
+            self.positions = parts.optional("positions")
         self.blocks = nn.ModuleDict({str(i): Block(parts, i) for i in stage.layers})
+        self.rotary, self.stream_norm = Rotary(parts.config), stream_norm(parts)
         if stage.is_last:
-            self.norm = parts.parameter("norm")
+            self.norm, self.norm_bias = parts.parameter("norm"), parts.optional("norm_bias")
             if not parts.config.tied_embeddings:
                 self.head = parts.parameter("head")
 
@@ -69,29 +72,39 @@ class Decoder(nn.Module):
     def hidden(self, batch: Batch, dropout: DropoutKey | None = None, x_TD: Tensor | None = None) -> Tensor:
         """The last stage's normed hidden states before the output projection, [T, D]."""
         x_TD, branch_TD = self._blocks(batch, dropout, x_TD)
-        return add_norm(self.ops, x_TD, branch_TD, self.norm, self.config.norm_eps)[0]
+        return self.stream_norm.of_sum(x_TD, branch_TD, self.norm, self.norm_bias)[0]
 
     def logits(self, batch: Batch) -> Tensor:
         """[B, S, V] with this rank's part of the vocabulary, of a model in one stage, without dropout."""
         (logits_TV,) = project(self.hidden(batch), (self.output_weight,), self.queue, self.axis)
-        return logits_TV.view(*batch.tokens.shape, -1)
+        return self._capped(logits_TV).view(*batch.tokens.shape, -1)
 
     def _blocks(self, batch: Batch, dropout: DropoutKey | None, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The stream after the last block, as the sum so far and what the last branch adds to it."""
         if x_TD is None:
-            assert self.stage.is_first
-            tokens = batch.tokens.reshape(-1)
-            x_TD = embed_tokens(tokens, self.embedding, self.queue, self.axis, self._vocab_start)
-        inv_freq = inverse_frequencies(head_dim(self.config), self.config.rope_theta, batch.positions.device)
-        cos_sin = rope_cos_sin(batch.positions, inv_freq, dtype=x_TD.dtype)
+            x_TD = self._embed(batch)
+        rotations = self.rotary.rotations(batch.positions, x_TD.dtype)
         numbers_T = None
         if dropout is not None and self.config.dropout > 0.0:
             numbers_T = self.axis.own(batch.token_numbers.reshape(-1))
-        shared = ForwardPass(batch, inv_freq, cos_sin, dropout, numbers_T)
+        shared = ForwardPass(batch, rotations, dropout, numbers_T)
         branch_TD = None
         for layer, block in self.blocks.items():
             x_TD, branch_TD = self.recompute(int(layer), block, x_TD, branch_TD, shared)
         return x_TD, branch_TD
+
+    def _embed(self, batch: Batch) -> Tensor:
+        """Where the stream begins, [T, D]."""
+        assert self.stage.is_first
+        x_TD = embed_tokens(batch.tokens.reshape(-1), self.embedding, self.queue, self.axis, self._vocab_start)
+        if self.config.embedding_scale != 1.0:
+            x_TD = x_TD * self.config.embedding_scale
+        if self.positions is not None:
+            x_TD = x_TD + embed(self.axis.own(batch.positions.reshape(-1)), self.positions, self.queue)
+        return x_TD
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return softcap(logits, self.config.logit_softcap) if self.config.logit_softcap else logits
 
     def _sums(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> Sums:
         """Loss of hidden states against targets; IGNORE counts nowhere."""
@@ -126,7 +139,7 @@ class Decoder(nn.Module):
         weight, z_loss = self.output_weight, self.config.z_loss
         if weight.dtype != gradient_dtype(weight.dtype):
             # Half precision: the joint op forms logits in float32, which takes longer than all logits at once.
-            logits_TV = linear(h_TD, weight, self.queue)
+            logits_TV = self._capped(linear(h_TD, weight, self.queue))
             return self.ops.cross_entropy(logits_TV, targets_T, IGNORE, z_loss, return_lse=True)
         # `scale` is promised, so gradients are formed while a chunk's logits exist: 0.8 of the time of all logits.
         return self.ops.linear_cross_entropy(
@@ -138,6 +151,7 @@ class Decoder(nn.Module):
             return_lse=True,
             token_grad=scale,
             grad_weight_out=lambda gradient: self.queue.push(weight, partial(add_or_copy, gradient)),
+            softcap=self.config.logit_softcap or None,
         )
 
 

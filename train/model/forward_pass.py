@@ -5,10 +5,13 @@ Shapes: B rows, S positions, T tokens of the residual stream that this rank hold
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
+
+from .rotary import Rotation
 
 if TYPE_CHECKING:
     from ..data.dataset import Batch
@@ -37,7 +40,6 @@ class ForwardPass:
     """What every block of one forward pass shares."""
 
     batch: Batch
-    inv_freq: Tensor  # [E / 2]
-    cos_sin: tuple[Tensor, Tensor]
+    rotations: Sequence[Rotation]  # per kind of layer, see rotary.py
     dropout: DropoutKey | None
     numbers_T: Tensor | None  # number of each token of the stream in the whole run, for dropout

@@ -60,6 +60,10 @@ class Parts:
         """This rank's part of the named parameter, without values yet."""
         return nn.Parameter(torch.empty(self.table.box(name, self.grid).shape, dtype=self.dtype, device=self.device))
 
+    def optional(self, name: str) -> nn.Parameter | None:
+        """The same, None for one that this model does not have."""
+        return self.parameter(name) if name in self.table else None
+
     def first_row(self, name: str) -> int:
         """Where this rank's rows of the named parameter begin in the whole one."""
         return self.table.box(name, self.grid).start[0]
