@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stoker.conf.compose import compose
 from stoker.conf.schema import ModelConfig, QkNorm
 from stoker.kernels import select
 from stoker.train.box import Box
@@ -26,6 +27,27 @@ def build(config: ModelConfig, seed: int = 0) -> Decoder:
 def test_counts_are_those_of_the_benchmark_model() -> None:
     config = ModelConfig(vocab_size=8192, hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_size=768)
     assert decoder_table(config).numel == 10_490_112
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("mistral-7b", 7_241_732_096),
+        ("qwen2-7b", 7_615_616_512),
+        ("qwen3-8b", 8_190_735_360),
+        ("olmo2-7b", 7_298_617_344),
+        ("gemma2-9b", 9_241_705_984),
+        ("gpt2", 124_439_808),
+    ],
+)
+def test_published_models_have_their_published_size(name: str, published: int) -> None:
+    assert decoder_table(compose([f"model={name}"]).config.model).numel == published
+
+
+def test_gemma3_has_the_size_of_its_report_without_embedding() -> None:
+    table = decoder_table(compose(["model=gemma3-4b"]).config.model)
+    assert round((table.numel - table["embedding"].numel) / 1e6) == 3209
 
 
 @pytest.mark.parametrize("tied", [False, True])
