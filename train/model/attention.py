@@ -51,8 +51,8 @@ class Attention(Branch):
             q, k = self.norm_heads(q, self.q_norm), self.norm_heads(k, self.k_norm)
         q_BSHE, k_BSKE, v_BSKE = (t.view(rows, -1, t.shape[-1] // self.width, self.width) for t in (q, k, v))
         if self.norms_each_head:
-            q_BSHE = self.ops.rmsnorm(q_BSHE, self.q_norm, self.eps, None, self.offset)
-            k_BSKE = self.ops.rmsnorm(k_BSKE, self.k_norm, self.eps, None, self.offset)
+            q_BSHE = self.ops.rmsnorm(q_BSHE, self.q_norm, self.eps, offset=self.offset)
+            k_BSKE = self.ops.rmsnorm(k_BSKE, self.k_norm, self.eps, offset=self.offset)
         if self.rotation is not None:
             frequencies, factor, cos_sin = shared.rotations[self.rotation]
             positions_BS = shared.batch.positions

@@ -56,12 +56,12 @@ class _Rms:
         self._op, self._eps, self._offset = parts.ops.rmsnorm, parts.config.norm_eps, parts.config.norm_offset
 
     def alone(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._op(x, weight, self._eps, None, self._offset)
+        return self._op(x, weight, self._eps, offset=self._offset)
 
     def of_sum(self, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         if branch is None:
-            return self._op(x, weight, self._eps, None, self._offset), x
-        return self._op(branch, weight, self._eps, x, self._offset)
+            return self._op(x, weight, self._eps, offset=self._offset), x
+        return self._op(branch, weight, self._eps, residual=x, offset=self._offset)
 
 
 class _Layer:
@@ -76,7 +76,7 @@ class _Layer:
         assert bias is not None
         if branch is None:
             return self._op(x, weight, bias, self._eps), x
-        return self._op(branch, weight, bias, self._eps, x)
+        return self._op(branch, weight, bias, self._eps, residual=x)
 
 
 class HeadsNorm:
@@ -88,7 +88,7 @@ class HeadsNorm:
 
     def __call__(self, x_TF: Tensor, weight_F: Tensor) -> Tensor:
         if self._comm.size == 1:
-            return self._op(x_TF, weight_F, self._eps, None, self._offset)
+            return self._op(x_TF, weight_F, self._eps, offset=self._offset)
         y_TF: Tensor = apply(_CutRmsNorm, x_TF, weight_F, self._eps, self._offset, self._comm)
         return y_TF
 
