@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,13 +30,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ...kernels import Ops
 from ..box import Box, Replica
 from ..comm import Communicator, Work
 from ..grid import Grid
 from ..linear import gradient_dtype
+from ..model import Decoder
 from ..params import ParamFacts, ParamTable
 from .buckets import BucketedGradients, Slot
 from .units import stages_of
@@ -47,6 +49,20 @@ _IN_FLIGHT = 2  # reductions at a time, so that memory of gradients is bounded w
 class _Slot(Slot):
     shape: tuple[int, ...]  # of the unsharded gradient
     offset: int  # in the bucket's unsharded gradients
+    dim: int  # that is cut
+
+    def view(self, unsharded: Tensor) -> Tensor:
+        return unsharded[self.offset : self.offset + prod(self.shape)].view(self.shape)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters `names` of one module that FSDP2 gathers together, over `comm`."""
+
+    module: nn.Module
+    comm: Communicator
+    names: list[str]
+    ignored: set[nn.Parameter]
 
 
 @dataclass
@@ -62,12 +78,31 @@ class _Bucket:
     reduced: Tensor = field(default_factory=lambda: torch.empty(0))  # flat: this rank's rows of each, one per chunk
     holds_sum: bool = False
 
-    def chunk(self, slot: _Slot) -> int:
-        """Rows of a parameter per rank; the last ranks have fewer, or none."""
-        return -(-slot.shape[0] // self.first.size)
+    def _chunk(self, slot: _Slot) -> int:
+        """A parameter's rows per rank; the last ranks have fewer, or none."""
+        return -(-slot.shape[slot.dim] // self.first.size)
 
     def chunk_numel(self, slot: _Slot) -> int:
-        return self.chunk(slot) * prod(slot.shape[1:])
+        return prod(slot.shape) // slot.shape[slot.dim] * self._chunk(slot)
+
+    def box(self, slot: _Slot, local: Box) -> Box:
+        """This rank's part of a parameter that lies at `local`."""
+        begin = min(self.first.rank * self._chunk(slot), slot.shape[slot.dim])
+        start, shape = list(local.start), list(local.shape)
+        start[slot.dim] += begin
+        shape[slot.dim] = min(self._chunk(slot), slot.shape[slot.dim] - begin)
+        return Box(tuple(start), tuple(shape))
+
+    def by_rank(self) -> Tensor:
+        """The unsharded gradients, rank by rank: [ranks, elements of `reduced`]; zeros where a rank has no row."""
+        assert self.unsharded is not None
+        parts = []
+        for slot in self.slots:
+            gradient = slot.view(self.unsharded)
+            parts.append(gradient if slot.dim == 0 else torch.cat(gradient.chunk(self.first.size, slot.dim)))
+        chunks = self.reduced.new_empty(self.first.size, self.reduced.numel())
+        torch._chunk_cat(parts, 0, self.first.size, out=chunks)
+        return chunks
 
 
 class FullySharded(BucketedGradients[_Slot]):
@@ -94,6 +129,7 @@ class FullySharded(BucketedGradients[_Slot]):
         self._boxes: dict[str, Box] = {}
         self._buckets: list[_Bucket] = []
         self._flights: list[tuple[_Bucket, Tensor, Work]] = []
+        self._modules: list[Any] = []  # FSDPModules
         super().__init__(self._collect(model, self._shard(model, reshard)))
 
     def box(self, name: str) -> Box:
@@ -140,7 +176,9 @@ class FullySharded(BucketedGradients[_Slot]):
         return self._ops.l2norm(counted).double().square()
 
     def publish(self) -> None:
-        """See DataParallel: the next forward pass gathers weights anyway."""
+        """See DataParallel: the next forward pass gathers weights. What an evaluation has gathered is void."""
+        for module in self._modules:
+            module.reshard()
 
     def close(self) -> None:
         """See DataParallel."""
@@ -153,15 +191,12 @@ class FullySharded(BucketedGradients[_Slot]):
         bucket = self._buckets[slot.bucket]
         if bucket.unsharded is None:
             bucket.unsharded = bucket.reduced.new_empty(bucket.numel)
-        return bucket.unsharded[slot.offset : slot.offset + prod(slot.shape)].view(slot.shape)
+        return slot.view(bucket.unsharded)
 
     def _send(self, bucket: int) -> None:
         b = self._buckets[bucket]
         self._land(_IN_FLIGHT - 1)
-        chunks = b.reduced.new_empty(b.first.size, b.reduced.numel())
-        # Rank by rank, the rows of each parameter; zeros where there are none.
-        torch._chunk_cat([self._buffer(slot) for slot in b.slots], 0, b.first.size, out=chunks)
-        b.unsharded = None
+        chunks, b.unsharded = b.by_rank(), None
         out = torch.empty_like(b.reduced) if b.holds_sum else b.reduced
         self._flights.append((b, out, b.first.reduce_scatter_async(chunks.view(-1), out=out)[1]))
 
@@ -177,26 +212,47 @@ class FullySharded(BucketedGradients[_Slot]):
     # Building.
 
     def _shard(self, model: nn.Module, reshard: bool) -> dict[Tensor, str]:
-        """Hand the weights to FSDP2: blocks one by one, and what else a stage has. Returns the unsharded parameters,
-        which exist once they were gathered."""
-        comm = self._grid.comms[self._axis]
-        mesh = _mesh(comm)
+        """Hand the weights to FSDP2. Returns the unsharded parameters, which exist once they were gathered."""
         unsharded: dict[Tensor, str] = {}
         for stage in stages_of(model):
-            layers: dict[int | None, Any] = {}  # FSDPModule, which torch mixes into a module's class
+            groups: list[_Group] = []
             for layer in (*stage.stage.layers, None):
-                module = stage if layer is None else stage.blocks[str(layer)]
-                keep = layer is None or not reshard
-                layers[layer] = fully_shard(module, mesh=mesh, reshard_after_forward=not keep)
-            for layer in (None, *stage.stage.layers):  # FSDP2 wants the root first
-                module = layers[layer]
-                module.set_custom_all_gather(_Gather(comm))
+                facts = [f for f in self._table if f.layer == layer and f.is_on(stage.stage)]
+                root = stage if layer is None else stage.blocks[str(layer)]
+                groups += self._groups(stage, root, facts)
+            for group in groups:
+                fully_shard(
+                    group.module,
+                    mesh=_mesh(group.comm),
+                    reshard_after_forward=reshard and group.module is not stage,
+                    shard_placement_fn=partial(_placement, ranks=group.comm.size),
+                    ignored_params=group.ignored,
+                )
+            for group in reversed(groups):  # FSDP2 wants the root first
+                module: Any = group.module  # an FSDPModule now: torch mixes that into its class
+                module.set_custom_all_gather(_Gather(group.comm))
                 module.set_requires_gradient_sync(False, recurse=False)
                 module.unshard()
-                names = {f.tied_to or f.name for f in self._table if f.layer == layer and f.is_on(stage.stage)}
-                unsharded |= {self._table.local(model, name): name for name in names}
+                unsharded |= {self._table.local(model, name): name for name in group.names}
                 module.reshard()
+                self._modules.append(module)
         return unsharded
+
+    def _groups(self, stage: Decoder, root: nn.Module, facts: list[ParamFacts]) -> list[_Group]:
+        """Of a block, or what else a stage has: modules whose weights are sharded over another axis, then the rest."""
+        comms, groups = self._grid.comms, []
+        ignored: set[nn.Parameter] = set()
+        others = {f.name.rpartition(".")[0]: f.reduce_over for f in facts if f.reduce_over != "dense"}
+        for place, axis in others.items():
+            module = stage.get_submodule(place)
+            if comms[axis].size > 1:
+                names = [f.name for f in facts if f.name.startswith(f"{place}.")]
+                groups.append(_Group(module, comms[axis], names, set()))
+            else:
+                ignored |= set(module.parameters())
+        taken = {name for group in groups for name in group.names}
+        names = [f.tied_to or f.name for f in facts if f.name not in taken]
+        return [*groups, _Group(root, comms[self._axis], names, ignored)]
 
     def _collect(self, model: nn.Module, unsharded: dict[Tensor, str]) -> dict[Tensor, _Slot]:
         """Slots by unsharded parameter; buckets, and this rank's share of them."""
@@ -210,7 +266,8 @@ class FullySharded(BucketedGradients[_Slot]):
                 numbers[key] = len(self._buckets)
                 self._buckets.append(self._bucket(facts))
             bucket, parameter, uses = self._buckets[numbers[key]], parameters[facts.name], self._table.uses(facts.name)
-            slot = _Slot(facts.name, numbers[key], uses, tuple(parameter.shape), bucket.numel)
+            dim = _cut_dim(parameter.shape, bucket.first.size)
+            slot = _Slot(facts.name, numbers[key], uses, tuple(parameter.shape), bucket.numel, dim)
             bucket.slots.append(slot)
             bucket.numel += parameter.numel()
             slots[parameter] = slot
@@ -228,23 +285,28 @@ class FullySharded(BucketedGradients[_Slot]):
         return _Bucket(first, [c for c in then if c.size > 1], self.replica(facts.name).index == 0)
 
     def _cut(self, model: nn.Module, bucket: _Bucket, dtype: torch.dtype) -> None:
-        """This rank's rows of the bucket's parameters, as FSDP2 has cut them."""
+        """This rank's part of the bucket's parameters, as FSDP2 has cut them."""
         numel = sum(bucket.chunk_numel(slot) for slot in bucket.slots)
         bucket.reduced = torch.zeros(numel, dtype=dtype, device=self._grid.device)
         begin = 0
         for slot in bucket.slots:
-            chunk = bucket.chunk(slot)
-            first = min(bucket.first.rank * chunk, slot.shape[0])
-            rows = min(chunk, slot.shape[0] - first)
-            if rows > 0:
-                box = self._table.box(slot.name, self._grid).rows(first, rows)
-                parameter = self._table.local(model, slot.name)
-                assert isinstance(parameter, DTensor)
-                shard = parameter.to_local().detach()
+            parameter = self._table.local(model, slot.name)
+            shard = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+            if shard.numel() > 0:
+                box = bucket.box(slot, self._table.box(slot.name, self._grid))
                 assert tuple(shard.shape) == box.shape, f"{slot.name}: {tuple(shard.shape)}, {box}"
                 self._boxes[slot.name], self.shards[slot.name] = box, shard
                 self.gradients[slot.name] = bucket.reduced[begin : begin + shard.numel()].view(box.shape)
             begin += bucket.chunk_numel(slot)
+
+
+def _cut_dim(shape: Sequence[int], ranks: int) -> int:
+    """Which dimension is cut: the rows; of stacked matrices, if they are fewer than ranks, the rows of each."""
+    return 1 if len(shape) > 2 and shape[0] < ranks and shape[1] % ranks == 0 else 0
+
+
+def _placement(parameter: nn.Parameter, ranks: int) -> Shard:
+    return Shard(_cut_dim(parameter.shape, ranks))
 
 
 class _Gather:
