@@ -20,7 +20,7 @@ from .optim.build import optimizer_of
 from .optim.weights import Optimizer
 from .parallel.data import DataParallel
 from .parallel.ddp import DistributedDataParallel
-from .parallel.stages import StageSpec, whole
+from .parallel.stages import StageSpec, are_ends_apart, local_specs
 from .parallel.zero1 import Zero1
 from .params import ParamTable, decoder_table
 from .pulse import Pulse
@@ -39,13 +39,13 @@ def param_dtype(config: Config) -> torch.dtype:
 
 def stages_of(config: Config, grid: Grid) -> list[StageSpec]:
     """The pipeline stages of this rank, in the order of the forward pass."""
-    return [whole(config.model.num_layers)]
+    return local_specs(config, grid.pipeline.rank)
 
 
 def table_of(config: Config, grid: Grid) -> ParamTable:
     """The parameters of the whole model, and how this layout cuts them."""
     sequence = config.parallel.sequence and grid.tensor.size > 1
-    return decoder_table(config.model, sequence, grid.pipeline.size > 1)
+    return decoder_table(config.model, sequence, are_ends_apart(config.parallel))
 
 
 def build_stages(
@@ -90,9 +90,16 @@ def build_engine(
     grid: Grid,
     stages: list[Decoder],
     queue: WeightGradients,
-    share: DataParallel,
     pulse: Pulse,
     clock: Clock,
 ) -> Engine:
-    """What runs forward and backward passes."""
-    return Accumulation(stages[0], queue, share, grid, pulse, clock)
+    """What runs forward and backward passes.
+
+    Raises:
+        ValueError: the number of micro-batches does not go with the pipeline's schedule.
+    """
+    if grid.pipeline.size == 1:
+        return Accumulation(stages[0], queue, grid, pulse, clock)
+    from .pipeline_engine import Pipelined  # torch's part of it takes a second to import
+
+    return Pipelined(config, grid, stages, queue, param_dtype(config), pulse, clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 import torch
 
@@ -20,9 +21,11 @@ def evaluate(engine: Engine, batches: Iterable[Batch], grid: Grid, pulse: Pulse)
     Raises PeerLostError.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=grid.device)
+    coming, micro = iter(batches), 0
     with torch.no_grad():
-        for micro, batch in enumerate(batches):
+        while some := [batch.to(grid.device) for batch in islice(coming, engine.at_once)]:
             pulse.enter(Phase.EVAL, micro)
-            totals += engine.evaluate(batch.to(grid.device))
+            totals += engine.evaluate(some)
+            micro += len(some)
     loss, tokens = grid.world.all_reduce(totals).tolist()
     return loss / tokens if tokens else float("nan")

@@ -78,7 +78,7 @@ class Trainer:
         self.data_parallel = build_data_parallel(config, grid, ops, self.table, self.model)
         self.queue.sink = self.data_parallel.sink
         self.optimizer = build_optimizer(config, grid, ops, self.table, self.data_parallel)
-        self.engine = build_engine(config, grid, stages, self.queue, self.data_parallel, context.pulse, self.clock)
+        self.engine = build_engine(config, grid, stages, self.queue, context.pulse, self.clock)
         self.schedule = LearningRate.of(config.optim, config.train.steps)
         self.checkpointer = Checkpointer(context, grid, config.checkpoint.keep)
         self.progress = Progress()
@@ -183,8 +183,9 @@ class Trainer:
         assert self.data is not None
         began = time.perf_counter()
         dropout = DropoutKey(self.config.seed, self.progress.step) if self.config.model.dropout else None
-        self.data_parallel.begin_step()
-        totals = self.engine.forward_backward(self._next_batch, self.data.train.micro_steps, self._scale, dropout)
+        micro_steps = self.data.train.micro_steps
+        self.data_parallel.begin_step(micro_steps)
+        totals = self.engine.forward_backward(self._next_batch, micro_steps, self._scale, dropout)
         with self.clock.measure("communication"):
             self.data_parallel.finish()
         with self.clock.measure("optimizer"):

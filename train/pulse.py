@@ -57,6 +57,12 @@ class Pulse:
         self._sequence += 1
         self._beat()
 
+    def reach(self, number: int) -> None:
+        """Work begins that has this number in the step, on all ranks alike (a pipeline's ranks do different things, so
+        that the number of collectives says nothing). Collectives within it count on from there."""
+        self._sequence = max(self._sequence, number)
+        self._beat()
+
     def boundary(self, step: int) -> Stop | None:
         """Between steps: `step` steps are complete. Publishes that, and holds while a stop at this step is proposed.
 
@@ -66,7 +72,7 @@ class Pulse:
         if self._began and step == self._step + 1:
             self._recent.append(now - self._began)
             self._median = statistics.median(self._recent)
-        self._began, self._step, self._phase, self._micro = now, step, Phase.STEP, 0
+        self._began, self._step, self._phase, self._micro, self._sequence = now, step, Phase.STEP, 0, 0
         self._beat()
         failpoint("step", step=step, rank=self._rank, attempt=self._attempt, generation=self._generation)
         return self._hold(step)

@@ -52,7 +52,9 @@ class Heartbeat:
     phase: Phase
     micro: int
     step: int  # the optimizer step in progress; all steps below it are complete on this rank
-    sequence: int  # collectives begun so far; in a hang the culprit is the rank with the smallest
+    # Collectives begun in this step, in a pipeline counted on from the number of the work: in a hang the culprit is the
+    # rank with the smallest.
+    sequence: int
     time: float  # time.monotonic() of the last update (one clock per node)
     step_seconds: float  # the worker's own median step time, 0 until known
 

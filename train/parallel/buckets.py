@@ -37,10 +37,10 @@ class BucketedGradients(ABC, Generic[S]):
         for slot in slots.values():
             self._contributions[slot.bucket] += slot.uses
         self._holds_sum: set[Tensor] = set()
-        self._uses: dict[Tensor, int] = {}  # contributions that the pass under way still owes, by parameter
+        self._owed: dict[Tensor, int] = {}  # contributions that are still to come before buckets go out, by parameter
         self._left = list(self._contributions)  # and by bucket
         self._sent = 0  # buckets that went out
-        self._is_last = self._sends = False
+        self._passes, self._rounds = 1, 0  # backward passes before buckets go out; how many times they yet will
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in slots]
 
     @property
@@ -48,15 +48,18 @@ class BucketedGradients(ABC, Generic[S]):
         """See DataParallel."""
         return self
 
-    def begin_step(self) -> None:
-        """See DataParallel. What the buffers hold is void."""
-        self._holds_sum.clear()
+    def begin_step(self, passes: int, rounds: int = 1) -> None:
+        """See DataParallel. What the buffers hold is void. rounds: buckets go out so often, each time after equally many
+        passes, whose contributions then must not mix."""
+        assert passes % rounds == 0
+        self._passes, self._rounds = passes // rounds, rounds
+        self._begin_round()
 
-    def begin_micro_step(self, is_last: bool) -> None:
-        """See DataParallel."""
-        self._is_last = self._sends = is_last
-        self._uses = {weight: slot.uses for weight, slot in self._slots.items()}
-        self._left, self._sent = list(self._contributions), 0
+    def _begin_round(self) -> None:
+        self._holds_sum.clear()
+        self._rounds -= 1
+        self._owed = {weight: self._passes * slot.uses for weight, slot in self._slots.items()}
+        self._left, self._sent = [self._passes * contributions for contributions in self._contributions], 0
 
     def target(self, weight: Tensor) -> tuple[Tensor, bool]:
         """See GradientSink."""
@@ -67,17 +70,18 @@ class BucketedGradients(ABC, Generic[S]):
     def ready(self, weight: Tensor) -> None:
         """See GradientSink. Sends every bucket that is full, in order. Raises PeerLostError."""
         slot = self._slots[weight]
-        assert self._uses[weight] > 0, f"{slot.name}: more gradients than uses"
-        self._uses[weight] -= 1
+        assert self._owed[weight] > 0, f"{slot.name}: more gradients than uses"
+        self._owed[weight] -= 1
         self._left[slot.bucket] -= 1
-        while self._sends and self._sent < len(self._left) and self._left[self._sent] == 0:
+        while self._sent < len(self._left) and self._left[self._sent] == 0:
             self._sent += 1
             self._send(self._sent - 1)
+        if self._sent == len(self._left) and self._rounds > 0:
+            self._begin_round()
 
     def check_complete(self) -> None:
         """All gradients of the step have come (an invariant of ours)."""
-        assert self._is_last
-        assert not any(self._left), "a parameter got no gradient in this step"
+        assert self._rounds == 0 and not any(self._left), "a parameter got too few gradients in this step"  # noqa: PT018
 
     def close(self) -> None:
         """See DataParallel."""

@@ -38,11 +38,10 @@ class DataParallel(Protocol):
     def replica(self, name: str) -> Replica:
         """Which of the ranks that hold the same shard this one is."""
 
-    def begin_step(self) -> None:
-        """A new sum of gradients."""
-
-    def begin_micro_step(self, is_last: bool) -> None:
-        """One forward and backward pass follows; in the last one of a step gradients may be reduced as they come."""
+    def begin_step(self, passes: int) -> None:
+        """A new sum of gradients, of so many backward passes: each makes `uses` contributions to a parameter's gradient
+        (params.ParamTable.uses). A pipeline mixes the contributions of several passes. Once the last one is in, a
+        gradient may be reduced."""
 
     def finish(self) -> None:
         """Wait until `gradients` holds the sums. Raises PeerLostError."""

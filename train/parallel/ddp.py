@@ -55,9 +55,8 @@ class DistributedDataParallel:
         self.gradients: Mapping[str, Tensor] = {slot.name: slot.gradient for slot in self._slots.values()}
         self._counted = [g for name, g in self.gradients.items() if self.replica(name).index == 0]
         self._holds_sum: set[Tensor] = set()
-        self._uses: dict[Tensor, int] = {}  # contributions that the pass under way still owes, by parameter
+        self._owed: dict[Tensor, int] = {}  # contributions to the step's sum that are still to come, by parameter
         self._left = [0] * len(self._buckets)  # and by bucket
-        self._is_last = False
         self._works: list[Work] = []
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for _, p in order]
 
@@ -74,16 +73,12 @@ class DistributedDataParallel:
         """See DataParallel."""
         return self._table.replica(name, self._grid)
 
-    def begin_step(self) -> None:
+    def begin_step(self, passes: int) -> None:
         """See DataParallel. What the buffer holds is void."""
         self._holds_sum.clear()
         self._works.clear()
-
-    def begin_micro_step(self, is_last: bool) -> None:
-        """See DataParallel."""
-        self._is_last = is_last
-        self._uses = {weight: slot.uses for weight, slot in self._slots.items()}
-        self._left = [bucket.contributions for bucket in self._buckets]
+        self._owed = {weight: passes * slot.uses for weight, slot in self._slots.items()}
+        self._left = [passes * bucket.contributions for bucket in self._buckets]
 
     def target(self, weight: Tensor) -> tuple[Tensor, bool]:
         """See GradientSink."""
@@ -94,17 +89,16 @@ class DistributedDataParallel:
     def ready(self, weight: Tensor) -> None:
         """See GradientSink. Starts the reduction of every bucket that is full, in order. Raises PeerLostError."""
         slot = self._slots[weight]
-        assert self._uses[weight] > 0, f"{slot.name}: more gradients than uses"
-        self._uses[weight] -= 1
+        assert self._owed[weight] > 0, f"{slot.name}: more gradients than uses"
+        self._owed[weight] -= 1
         self._left[slot.bucket] -= 1
-        while self._is_last and len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
+        while len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
             bucket = self._buckets[len(self._works)]
             self._works.append(bucket.first.all_reduce_async(bucket.flat))
 
     def finish(self) -> None:
         """See DataParallel. Raises PeerLostError."""
-        assert self._is_last
-        assert not any(self._left), "a parameter got no gradient in this step"
+        assert not any(self._left), "a parameter got too few gradients in this step"
         for work in self._works:
             work.wait()
         self._works.clear()

@@ -144,19 +144,12 @@ class FullySharded(BucketedGradients[_Slot]):
         copies = self._grid.comms["replicate"]
         return Replica(("replicate", *rest.axes), copies.rank + copies.size * rest.index, copies.size * rest.count)
 
-    def begin_step(self) -> None:
+    def begin_step(self, passes: int, rounds: int = 1) -> None:
         """See DataParallel."""
-        super().begin_step()
+        super().begin_step(passes, passes if self._reduce_each else rounds)
         self._flights.clear()
         for bucket in self._buckets:
             bucket.unsharded, bucket.holds_sum = None, False
-
-    def begin_micro_step(self, is_last: bool) -> None:
-        """See DataParallel."""
-        super().begin_micro_step(is_last)
-        if self._reduce_each:
-            self._sends = True
-            self._holds_sum.clear()
 
     def finish(self) -> None:
         """See DataParallel. Raises PeerLostError."""

@@ -9,6 +9,7 @@ Shapes: T tokens of a micro-batch on this rank, D hidden.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -253,6 +254,10 @@ class _Stage(PipelineStage, Generic[MicroBatch, Result]):
         began = time.perf_counter()
         yield
         self.busy_seconds += time.perf_counter() - began
+
+
+# On an error torch prints the whole schedule, once per rank.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 @contextmanager

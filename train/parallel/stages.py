@@ -45,6 +45,11 @@ def stages_of_rank(rank: int, parallel: ParallelConfig) -> list[int]:
     return [i for i in range(count) if rank_of_stage(i, parallel.pipeline, is_v) == rank]
 
 
+def are_ends_apart(parallel: ParallelConfig) -> bool:
+    """Whether the first and the last stage lie on different ranks."""
+    return parallel.pipeline > 1 and not SCHEDULES[parallel.pipeline_schedule].is_v
+
+
 def stage_specs(config: Config) -> list[StageSpec]:
     """All stages of a run, in order. Expects what conf/checks_parallel.py lets through."""
     count = config.parallel.pipeline * stages_per_rank(config.parallel)

@@ -82,9 +82,9 @@ class Zero1(BucketedGradients[_Slot]):
         """See DataParallel."""
         return self._table.replica(name, self._grid, without=self._table[name].reduce_over)
 
-    def begin_step(self) -> None:
+    def begin_step(self, passes: int, rounds: int = 1) -> None:
         """See DataParallel."""
-        super().begin_step()
+        super().begin_step(passes, rounds)
         self._works.clear()
 
     def finish(self) -> None:

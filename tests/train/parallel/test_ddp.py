@@ -56,9 +56,8 @@ def build(config: ModelConfig, grid: Grid, bucket_bytes: int) -> tuple[Decoder, 
 
 
 def step(model: Decoder, reducer: DistributedDataParallel, batches: list[Batch]) -> dict[str, Tensor]:
-    reducer.begin_step()
-    for i, batch in enumerate(batches):
-        reducer.begin_micro_step(is_last=i == len(batches) - 1)
+    reducer.begin_step(len(batches))
+    for batch in batches:
         model(batch).objective.backward()
     reducer.finish()
     return {name: gradient.clone() for name, gradient in reducer.gradients.items()}
@@ -87,11 +86,9 @@ def test_gradients_are_the_sum_over_micro_steps_and_steps_do_not_mix(config: Mod
 def test_buckets_are_reduced_once_and_only_in_the_last_micro_step(config: ModelConfig) -> None:
     spy = Spy()
     model, reducer = build(config, spied(spy), 8000)
-    reducer.begin_step()
-    reducer.begin_micro_step(is_last=False)
+    reducer.begin_step(2)
     model(make_batch(1)).objective.backward()
     assert spy.sizes == []
-    reducer.begin_micro_step(is_last=True)
     model(make_batch(2)).objective.backward()
     assert len(spy.sizes) > 3
     assert sum(spy.sizes) == reducer.flat.numel()
@@ -113,8 +110,7 @@ def test_buckets_go_out_in_order_even_if_a_later_one_is_full_first() -> None:
     spy = Spy()
     model, reducer = build(CONFIG, spied(spy), 4000)
     sizes = [bucket.flat.numel() for bucket in reducer._buckets]
-    reducer.begin_step()
-    reducer.begin_micro_step(is_last=True)
+    reducer.begin_step(1)
     for parameter in model.parameters():  # forward order: the last bucket fills first
         reducer.target(parameter)
         reducer.ready(parameter)
@@ -124,9 +120,8 @@ def test_buckets_go_out_in_order_even_if_a_later_one_is_full_first() -> None:
 
 def test_a_missing_or_a_doubled_gradient_is_noticed() -> None:
     model, reducer = build(CONFIG, spied(Spy()), 4000)
-    reducer.begin_step()
-    reducer.begin_micro_step(is_last=True)
-    with pytest.raises(AssertionError, match="no gradient"):
+    reducer.begin_step(1)
+    with pytest.raises(AssertionError, match="too few gradients"):
         reducer.finish()
     reducer.ready(model.norm)
     with pytest.raises(AssertionError, match="norm: more gradients than uses"):

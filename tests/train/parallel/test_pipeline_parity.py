@@ -1,0 +1,57 @@
+"""Pipelines of the whole trainer against one process, in float64: loss, every gradient, norm, weights, validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+from parity import configured
+
+# name -> (ranks, parallel, other sections)
+Case = tuple[int, dict[str, Any], dict[str, dict[str, Any]]]
+TIED = {"model": {"tied_embeddings": True}}
+
+
+def pipeline(schedule: str, size: int = 2, **fields: Any) -> dict[str, Any]:
+    return {"pipeline": size, "pipeline_schedule": schedule, **fields}
+
+
+CASES: dict[str, Case] = {
+    "gpipe, as many layers as written": (2, pipeline("gpipe", pipeline_layers="1,3"), {}),
+    "1f1b, tied": (2, pipeline("1f1b"), TIED),
+    "interleaved": (2, pipeline("interleaved"), {}),
+    "interleaved_zb, tied, data 2": (4, pipeline("interleaved_zb"), {**TIED, "train": {"micro_batch": 1}}),
+    "zbv, tied, documents masked, uneven batch": (
+        2,
+        pipeline("zbv"),
+        {
+            **TIED,
+            "data": {"mask_documents": True, "reset_positions": True},
+            "train": {"global_batch": 5, "micro_batch": 2},
+        },
+    ),
+    "dualpipev": (2, pipeline("dualpipev"), {}),
+    "1f1b on 4": (4, pipeline("1f1b", 4), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_data: Path) -> Any:
+    """The run of a case on one process; cases that differ in their layout alone share it."""
+    known: dict[str, parity.Run] = {}
+
+    def run(other: dict[str, dict[str, Any]]) -> parity.Run:
+        if repr(other) not in known:
+            known[repr(other)] = parity.run(None, configured(tiny_data, **other))
+        return known[repr(other)]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_computes_what_one_process_computes(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
+    world, layout, other = CASES[name]
+    found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
+    parity.assert_same(found, alone(other))
