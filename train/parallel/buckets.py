@@ -49,8 +49,8 @@ class BucketedGradients(ABC, Generic[S]):
         return self
 
     def begin_step(self, passes: int, rounds: int = 1) -> None:
-        """See DataParallel. What the buffers hold is void. rounds: buckets go out so often, each time after equally many
-        passes, whose contributions then must not mix."""
+        """See DataParallel. What the buffers hold is void. rounds: buckets go out so often, each time after equally
+        many passes, whose contributions then must not mix."""
         assert passes % rounds == 0
         self._passes, self._rounds = passes // rounds, rounds
         self._begin_round()

@@ -32,7 +32,13 @@ CASES: dict[str, Case] = {
             "train": {"global_batch": 5, "micro_batch": 2},
         },
     ),
-    "dualpipev": (2, pipeline("dualpipev"), {}),
+    "dualpipev, zero1 over 2": (
+        4,
+        pipeline("dualpipev", data="zero1"),
+        {**TIED, "train": {"micro_batch": 1}},
+    ),
+    "interleaved_zb, fsdp over 2": (4, pipeline("interleaved_zb", data="fsdp"), {"train": {"micro_batch": 1}}),
+    "zbv, tensor 2": (4, pipeline("zbv", tensor=2), {}),
     "1f1b on 4": (4, pipeline("1f1b", 4), {}),
 }
 
