@@ -104,11 +104,9 @@ def test_buckets_are_reduced_once_per_step_and_begin_while_the_backward_pass_goe
     model, share, spy = build(0, 2)
     sent: list[int] = []
     model.blocks["0"].register_full_backward_hook(lambda *_: sent.append(len(spy.scattered)))
-    share.begin_step()
-    share.begin_micro_step(is_last=False)
+    share.begin_step(2)
     backward(model)
     assert spy.scattered == []
-    share.begin_micro_step(is_last=True)
     backward(model)
     share.finish()
     assert 1 < sent[-1] < len(spy.scattered)
