@@ -49,6 +49,14 @@ CASES: dict[str, Case] = {
     "tensor 2 x context 2, everything": (4, {"tensor": 2, "context": 2}, EVERYTHING),
 }
 
+# Run by `make test-all` only.
+MORE: dict[str, Case] = {
+    "tensor 2 x context 2 by ulysses": (4, {"tensor": 2, "context": 2, "context_method": "ulysses"}, EVERYTHING),
+    "context 4 by ulysses, key heads on two ranks each": (4, {"context": 4, "context_method": "ulysses"}, EVERYTHING),
+    "fsdp 2 x context 2": (4, {"data": "fsdp", "context": 2}, EVERYTHING),
+    "zero1 2 x context 2 by ulysses": (4, {"data": "zero1", "context": 2, "context_method": "ulysses"}, EVERYTHING),
+}
+
 
 @pytest.fixture(scope="module")
 def alone(tiny_data: Path) -> Any:
@@ -63,8 +71,8 @@ def alone(tiny_data: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_a_layout_computes_what_one_process_computes(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
-    world, layout, other = CASES[name]
+    world, layout, other = (CASES | MORE)[name]
     found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
     parity.assert_same(found, alone(other))
