@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels.cross_entropy import check_targets, losses_from_stats
+from ...kernels.cross_entropy import check_targets, exp_stats, exp_to_grad, losses_from_stats
 from ...kernels.linear_cross_entropy import default_chunk
 from ...kernels.numerics import accumulate_dtype, apply
 from ...kernels.softcap import softcap_, softcap_slope
@@ -160,13 +160,13 @@ def _begin(
     sums: Tensor,
 ) -> Callable[[], None]:
     """Logits of a chunk and the exchange of their statistics; what is returned waits for it and adds up the rest."""
-    ops, comm, targets_N = loss.ops, loss.axis.comm, targets_T[tokens]
+    comm, targets_N = loss.axis.comm, targets_T[tokens]
     logits_NV = x_TD[tokens] @ weight_VD.t()
-    if loss.softcap is not None:
-        logits_NV = _capped(logits_NV, loss.softcap)
-    stats_3N = torch.stack(ops.cross_entropy_stats(logits_NV, targets_N, loss.vocab_start))
+    is_wide = logits_NV.dtype == accumulate_dtype(logits_NV.dtype)
+    chunk = (_Exponentials if is_wide else _Logits)(logits_NV, targets_N, loss, gradients is not None)
     # One collective where maximum, sum of exponentials and target logit would take one each, and the same order of
     # summation on every rank.
+    stats_3N = torch.stack(chunk.stats)
     gathered, work = comm.all_gather_async(stats_3N)
 
     def finish() -> None:
@@ -176,22 +176,49 @@ def _begin(
         penalty_N = (loss.z_loss * lse_N.square()).masked_fill_(targets_N == loss.ignore_index, 0.0)
         total = losses_N.sum()
         sums.add_(torch.stack((total, total - penalty_N.sum())))
-        if gradients is None:
-            return
-        grad_NV = ops.cross_entropy_grad(
-            logits_NV,
-            targets_N,
-            lse_N,
-            torch.full_like(lse_N, gradients.factor),
-            loss.vocab_start,
-            loss.ignore_index,
-            loss.z_loss,
-        )
-        if loss.softcap is not None:
-            grad_NV.mul_(softcap_slope(logits_NV.to(lse_N.dtype), loss.softcap))
-        gradients.add(x_TD, weight_VD, tokens, grad_NV)
+        if gradients is not None:
+            gradients.add(x_TD, weight_VD, tokens, chunk.gradient(lse_N, gradients.factor))
 
     return finish
+
+
+class _Exponentials:
+    """A chunk in the accumulation dtype: its logits become their exponentials, and these their gradient, in place."""
+
+    def __init__(self, logits_NV: Tensor, targets_N: Tensor, loss: VocabularyLoss, wants_grad: bool) -> None:
+        self._targets_N, self._loss, self._slope_NV = targets_N, loss, None
+        if loss.softcap is not None:
+            softcap_(logits_NV, loss.softcap)
+            self._slope_NV = softcap_slope(logits_NV, loss.softcap) if wants_grad else None
+        *self.stats, self._exps_NV = exp_stats(logits_NV, targets_N, loss.vocab_start, out=logits_NV)
+
+    def gradient(self, lse_N: Tensor, factor: float) -> Tensor:
+        """Of factor x the sum of losses, with respect to the logits."""
+        loss, grad_N = self._loss, torch.full_like(lse_N, factor)
+        scale_N = (self.stats[0] - lse_N).exp_().mul_(factor * (1.0 + 2.0 * loss.z_loss * lse_N))
+        exps, targets = self._exps_NV, self._targets_N
+        grad_NV = exp_to_grad(exps, scale_N, grad_N, targets, loss.vocab_start, loss.ignore_index, out=exps)
+        return grad_NV if self._slope_NV is None else grad_NV.mul_(self._slope_NV)
+
+
+class _Logits:
+    """A chunk of narrower logits, which stay as they are; whatever is summed is wide."""
+
+    def __init__(self, logits_NV: Tensor, targets_N: Tensor, loss: VocabularyLoss, wants_grad: bool) -> None:
+        if loss.softcap is not None:
+            wide = accumulate_dtype(logits_NV.dtype)
+            logits_NV = softcap_(logits_NV.to(wide), loss.softcap).to(logits_NV.dtype)
+        self._logits_NV, self._targets_N, self._loss = logits_NV, targets_N, loss
+        self.stats = list(loss.ops.cross_entropy_stats(logits_NV, targets_N, loss.vocab_start))
+
+    def gradient(self, lse_N: Tensor, factor: float) -> Tensor:
+        """See _Exponentials."""
+        loss, logits = self._loss, self._logits_NV
+        grad_N = torch.full_like(lse_N, factor)
+        grad_NV = loss.ops.cross_entropy_grad(
+            logits, self._targets_N, lse_N, grad_N, loss.vocab_start, loss.ignore_index, loss.z_loss
+        )
+        return grad_NV if loss.softcap is None else grad_NV.mul_(softcap_slope(logits.to(lse_N.dtype), loss.softcap))
 
 
 def _combine(stats_S3N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,13 +228,9 @@ def _combine(stats_S3N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return maximum_N, (sums_SN * (maxima_SN - maximum_N).exp_()).sum(0), targets_SN.sum(0)
 
 
-def _capped(logits_NV: Tensor, cap: float) -> Tensor:
-    return softcap_(logits_NV.to(accumulate_dtype(logits_NV.dtype)), cap).to(logits_NV.dtype)
-
-
 def _chunk_tokens(x_TD: Tensor, weight_VD: Tensor) -> int:
-    """On a GPU chunks are long, so that adding each one's [V, D] to the weight's gradient does not count."""
-    return max(default_chunk(weight_VD.shape[0]), 2048 if x_TD.is_cuda else 0)
+    """Two chunks exist at a time. On a GPU they are long: adding each one's [V, D] to the gradient should not count."""
+    return max(default_chunk(weight_VD.shape[0]) // 2, 2048 if x_TD.is_cuda else 128)
 
 
 class _Loss(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from stoker.conf.layout import Layout
 from stoker.kernels import select
+from stoker.train.comm import PeerLostError
 from stoker.train.grid import Membership, form
 from stoker.train.linear import WeightGradients, project, reduce_linear
 from stoker.train.parallel.tensor import TensorAxis
@@ -200,6 +202,34 @@ def test_the_loss_of_uneven_parts_is_the_whole_one(run_ranks: Callable[..., Any]
         assert max(distances.values()) < 1e-10, distances
 
 
+def rank_narrow_loss(member: Membership) -> list[float]:
+    grid = form(member, Layout(tensor=2), backend="gloo")
+    axis, queue = TensorAxis(grid.tensor, True), WeightGradients(Sink())
+    x_TD, head = numbers("x", T, D, dtype=torch.bfloat16), numbers("head", V, D, dtype=torch.bfloat16)
+    wide_x, wide_head = x_TD.float().requires_grad_(), head.float().requires_grad_()
+    targets = torch.tensor([3, IGNORE, 0, 10, 5, 6, IGNORE, 8])
+    objective, _ = whole_loss(wide_x, wide_head, targets, 0.1, 2.0)
+    x_grad, head_grad = torch.autograd.grad(objective, [wide_x, wide_head])
+    part, x_RD = cut(head, 0, axis), axis.own(x_TD).clone().requires_grad_()
+    plan = VocabularyLoss(select(), queue, axis, start_of(V, axis), V, IGNORE, 0.1, 2.0, 1.0, chunk=3)
+    found, _ = vocabulary_loss(x_RD, part, targets, plan)
+    found.backward()
+    assert queue.sink.buffers[part].dtype == found.dtype == torch.float32
+    wanted = torch.tensor_split(head_grad, axis.size)[axis.rank]
+    grid.close()
+    return [
+        float((found - objective).abs() / objective),
+        far(x_RD.grad.float(), axis.own(x_grad)) / float(x_grad.abs().max()),
+        far(queue.sink.buffers[part], wanted) / float(head_grad.abs().max()),
+    ]
+
+
+def test_half_precision_loses_only_the_rounding_of_logits(run_ranks: Callable[..., Any]) -> None:
+    for loss, x, head in run_ranks(2, rank_narrow_loss):
+        assert loss < 0.005
+        assert max(x, head) < 0.02
+
+
 def rank_bad_target(member: Membership) -> str:
     grid = form(member, Layout(tensor=2), backend="gloo")
     grid.tensor.barrier()  # who leaves at once, while others still connect, breaks their connection
@@ -239,6 +269,24 @@ def rank_gradient_order(member: Membership) -> bool:
 
 def test_deferred_products_hold_only_this_ranks_tokens_and_gather_them_once(run_ranks: Callable[..., Any]) -> None:
     assert run_ranks(2, rank_gradient_order) == [True, True]
+
+
+def rank_left_alone(member: Membership) -> str:
+    grid = form(member, Layout(tensor=2), backend="gloo", timeout=20)
+    axis, queue = TensorAxis(grid.tensor, True), WeightGradients(Sink())
+    x, w = axis.own(numbers("x", T, D)).clone().requires_grad_(), cut(numbers("a", 4, D), 0, axis)
+    (y,) = project(x, (w,), queue, axis)
+    if member.rank == 1:
+        os._exit(1)
+    try:
+        y.sum().backward()
+    except PeerLostError:
+        return "told"
+    return "nothing"
+
+
+def test_a_rank_lost_in_the_backward_pass_is_told_as_such(run_ranks: Callable[..., Any]) -> None:
+    assert run_ranks(2, rank_left_alone, may_die=(1,)) == ["told", None]
 
 
 def test_an_axis_of_one_rank_cuts_nothing() -> None:
