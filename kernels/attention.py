@@ -84,9 +84,13 @@ def is_plain(q: Tensor, doc_ids: Tensor | None, window: int | None, softcap: flo
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Torch's own, in the dtype of q: the kernel is its choice."""
+    grouped = q.shape[2] != k.shape[2]
+    if grouped and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+        # No fused kernel takes groups in these dtypes, and without one all scores would be in memory.
+        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+        grouped = False
     # Heads before sequence, as torch's own attention has it.
     q_BHSD, k_BKSD, v_BKSD = (t.transpose(1, 2) for t in (q, k, v))
-    grouped = q.shape[2] != k.shape[2]
     out = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, is_causal=True, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 

@@ -38,8 +38,16 @@ def takes(q_BHQE: Tensor, v_BKNV: Tensor, softcap: float | None, band: Band) -> 
     if softcap is not None or v_BKNV.shape[-1] != width or not q_BHQE.numel() or not v_BKNV.numel():
         return False
     if q_BHQE.device.type == "cuda":
-        return q_BHQE.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= MAX_WIDTH
+        return is_for_flash(q_BHQE)
     return q_BHQE.device.type == "cpu" and band in (ALL, CAUSAL)
+
+
+def is_for_flash(q: Tensor) -> bool:
+    """Whether FlashAttention 2 has a kernel for the dtype and width of q, and for its GPU if it is on one."""
+    width = q.shape[-1]
+    if q.dtype not in (torch.float16, torch.bfloat16) or width % 8 or width > MAX_WIDTH:
+        return False
+    return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def forward(

@@ -1,7 +1,7 @@
 """`attention` by FlashAttention kernels that take documents as sequences: torch's own, or the flash_attn package.
 
 Owns: finding the documents' borders, once per batch, and what each kernel is asked. What it cannot do (soft caps with
-torch's, log-sum-exps, float32, other widths) is attention_sdpa.py's.
+torch's, log-sum-exps, float32, other widths, GPUs before Ampere) is attention_sdpa.py's.
 
 Shapes: B rows, S positions, T = B x S tokens, N documents, H query heads, K key heads, E features.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .attention import check_attention, is_plain
-from .attention_flash import MAX_WIDTH
+from .attention_flash import is_for_flash
 from .attention_sdpa import attention_sdpa
 
 
@@ -137,10 +137,8 @@ class VarlenAttention:
         return self._kernel(q_THE, k_TKE, v_TKE, documents, window, scale, softcap).view_as(q)
 
     def _takes(self, q: Tensor, v: Tensor, softcap: float | None) -> bool:
-        width = q.shape[-1]
-        is_half = q.dtype in (torch.float16, torch.bfloat16)
-        has_kernel = width == v.shape[-1] and width % 8 == 0 and width <= MAX_WIDTH and q.numel() > 0
-        return is_half and has_kernel and (softcap is None or self._has_softcap)
+        has_kernel = is_for_flash(q) and v.shape[-1] == q.shape[-1] and q.numel() > 0
+        return has_kernel and (softcap is None or self._has_softcap)
 
     def _find(self, doc_ids: Tensor) -> Documents | None:
         if self._known is None or self._known[0]() is not doc_ids:
