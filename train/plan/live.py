@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
