@@ -129,17 +129,22 @@ def _whole(run: Path, kind: str) -> Arrays:
 
 
 def assert_same(found: Run, expected: Run, gradient: float = 1e-10, weight: float = 1e-8) -> None:
-    """Elementwise, relative to each tensor's largest element."""
+    """Elementwise, relative to each tensor's largest element.
+
+    But not to rounding errors: the bias of keys has no influence without rotation, and so no gradient.
+    """
     assert set(found.gradients) == set(expected.gradients)
     assert set(found.weights) == set(expected.weights)
+    noise = 1e-6 * max(float(np.abs(values).max()) for values in expected.gradients.values())
     for name, values in expected.gradients.items():
-        assert largest(found.gradients[name], values) < gradient, f"gradient of {name}"
+        assert largest(found.gradients[name], values, noise) < gradient, f"gradient of {name}"
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
     np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-8)
     np.testing.assert_allclose(found.evals, expected.evals, rtol=1e-8)
     for name, values in expected.weights.items():
-        assert largest(found.weights[name], values) < weight, f"weights of {name}"
+        assert largest(found.weights[name], values, 1e-4) < weight, f"weights of {name}"
 
 
-def largest(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-12))
+def largest(found: npt.NDArray[Any], expected: npt.NDArray[Any], least: float) -> float:
+    """The largest difference, relative to the largest expected element if that is not below `least`."""
+    return float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), least))

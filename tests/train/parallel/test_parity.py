@@ -18,6 +18,35 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "data": {"mask_documents": True, "reset_positions": True},
 }
 
+# What the families add to the model, all at once where it goes together.
+OLMO2 = {"norm_order": "post", "qk_norm": "full", "norm_offset": 0.5}
+GEMMA = {
+    "activation": "geglu",
+    "norm_order": "both",
+    "norm_offset": 1.0,
+    "qk_norm": "head",
+    "sliding_window": 7,
+    "global_every": 2,
+    "rope_theta_local": 100.0,
+    "rope_scaling": "yarn",
+    "rope_factor": 4.0,
+    "rope_original_length": 64,
+    "attention_scale": 0.3,
+    "attention_softcap": 2.0,
+    "logit_softcap": 3.0,
+    "embedding_scale": 5.0,
+    "tied_embeddings": True,
+}
+GPT2 = {
+    "activation": "gelu",
+    "norm": "layernorm",
+    "positions": "learned",
+    "max_positions": 16,
+    "qkv_bias": True,
+    "linear_bias": True,
+    "tied_embeddings": True,
+}
+
 CASES: dict[str, Case] = {
     "ddp 2": (2, {}, {}),
     "zero1 4": (4, {"data": "zero1"}, {}),
@@ -47,6 +76,10 @@ CASES: dict[str, Case] = {
     "tensor 4, key heads on two ranks each, everything": (4, {"tensor": 4}, EVERYTHING),
     "tensor 2 x data 2, everything": (4, {"tensor": 2}, EVERYTHING),
     "tensor 2 x context 2, everything": (4, {"tensor": 2, "context": 2}, EVERYTHING),
+    "tensor 4, key heads on two ranks each, norm of all heads": (4, {"tensor": 4}, {"model": OLMO2}),
+    "tensor 2 x context 2, gemma": (4, {"tensor": 2, "context": 2}, {"model": GEMMA}),
+    "tensor 2 x context 2, gpt2": (4, {"tensor": 2, "context": 2}, {"model": GPT2}),
+    "tensor 2 without sequence, gpt2": (2, {"tensor": 2, "sequence": False}, {"model": GPT2}),
 }
 
 # Run by `make test-all` only.
