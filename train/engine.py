@@ -27,10 +27,12 @@ NextBatch = Callable[[], Batch]
 class Engine(Protocol):
     """Sums are float64 tensors [loss in nats, counted targets]; over all ranks every target counts once.
 
-    at_once: how many batches `evaluate` takes best.
+    at_once: how many batches `evaluate` takes best. bubble: part of the last step's passes in which this rank waited
+    for others of its pipeline; None without one, or where the host does not see it.
     """
 
     at_once: int
+    bubble: float | None
 
     def forward_backward(
         self, next_batch: NextBatch, micro_steps: int, scale: float, dropout: DropoutKey | None
@@ -46,6 +48,7 @@ class Accumulation:
     """The whole model on this rank (and those it shares layers with): one micro-step after the other."""
 
     at_once = 1
+    bubble: float | None = None
 
     def __init__(
         self,

@@ -283,6 +283,7 @@ class Trainer:
             memory_gib=memory_gib(self.grid.device),
             parts=self.clock.take(),
             eval_loss=eval_loss,
+            bubble=self.engine.bubble,
         )
         append(self.context.attempt.metrics(self.context.generation), metrics)
         self._log.step(metrics)

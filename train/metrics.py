@@ -63,6 +63,7 @@ class StepMetrics:
     memory_gib: float  # of this rank
     parts: dict[str, float] = field(default_factory=dict)  # seconds on this rank; `save` lies outside step_seconds
     eval_loss: float | None = None
+    bubble: float | None = None  # part of the passes' time in which this rank waited for others of its pipeline
 
     def line(self) -> str:
         """JSON; numbers that are not finite become null."""
@@ -82,6 +83,8 @@ class StepMetrics:
         }
         if self.eval_loss is not None:
             record["eval_loss"] = _number(self.eval_loss)
+        if self.bubble is not None:
+            record["bubble"] = round(self.bubble, 4)
         return to_json(record)
 
 

@@ -7,7 +7,7 @@ the schedule (parallel/pipeline.py), the stages' mathematics (model/).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class Pipelined:
         self._grid, self._pulse, self._clock = grid, pulse, clock
         self._micro_steps = Share(train.global_batch, train.micro_batch, grid.data.rank, grid.data.size).micro_steps
         self.at_once = self._micro_steps
-        self._scale, self._dropout = 1.0, None  # type: float, DropoutKey | None
+        self._scale = 1.0
+        self._dropout: DropoutKey | None = None
         self._numbers = _numbers(parallel.pipeline_schedule, grid.pipeline.size, chunks, self._micro_steps)
         self._pipeline: Pipeline[Batch, Sums] = Pipeline(
             parallel.pipeline_schedule,
@@ -57,7 +58,7 @@ class Pipelined:
             grid.pipeline,
             self._before,
         )
-        self.bubble = 0.0
+        self.bubble: float | None = None
 
     def forward_backward(
         self, next_batch: NextBatch, micro_steps: int, scale: float, dropout: DropoutKey | None
@@ -73,7 +74,8 @@ class Pipelined:
         with self._clock.measure("forward_backward"):
             began = time.perf_counter()
             results = self._pipeline.forward_backward(batches)
-            self.bubble = 1.0 - self._pipeline.busy_seconds / (time.perf_counter() - began)
+            if self._grid.device.type == "cpu":  # elsewhere the host only hands out work
+                self.bubble = 1.0 - self._pipeline.busy_seconds / (time.perf_counter() - began)
             self._pulse.reach(_STRIDE * len(self._numbers))
             return counted(results, self._grid)
 
@@ -82,7 +84,7 @@ class Pipelined:
         self._scale, self._dropout = 1.0, None
         return counted(self._pipeline.forward(batches), self._grid)
 
-    def _runner(self, stage: Decoder):  # type: ignore[no-untyped-def]
+    def _runner(self, stage: Decoder) -> Callable[[Tensor | None, Batch], Tensor | Sums]:
         def run(x_TD: Tensor | None, batch: Batch) -> Tensor | Sums:
             return stage(batch, self._scale, self._dropout, x_TD)
 

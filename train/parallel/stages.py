@@ -12,7 +12,7 @@ from itertools import accumulate
 from math import inf
 
 from ...conf.pipeline import SCHEDULES, stages_per_rank
-from ...conf.schema import Config, ParallelConfig
+from ...conf.schema import Activation, Config, ModelConfig, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,23 @@ _ELEMENT = 128
 def layer_costs(config: Config) -> tuple[list[int], int, int]:
     """Cost of a token's forward pass in (each layer, embedding, head and loss), in multiply-adds."""
     model = config.model
-    width = model.head_dim or model.hidden_size // model.num_heads
-    keys = min(config.data.seq_len, model.sliding_window or config.data.seq_len)
-    projections = 2 * model.hidden_size * width * (model.num_heads + model.num_kv_heads)
-    scores = 2 * model.num_heads * width * keys
-    layer = projections + scores + 3 * model.hidden_size * model.ffn_size
     head = model.vocab_size * (model.hidden_size + _ELEMENT)
-    return [layer] * model.num_layers, model.hidden_size * _ELEMENT, head
+    layers = [_layer_cost(model, config.data.seq_len, i) for i in range(model.num_layers)]
+    return layers, model.hidden_size * _ELEMENT, head
+
+
+def _layer_cost(model: ModelConfig, seq_len: int, layer: int) -> int:
+    width = model.head_dim or model.hidden_size // model.num_heads
+    is_global = model.sliding_window == 0 or (model.global_every > 0 and (layer + 1) % model.global_every == 0)
+    keys = seq_len if is_global else min(seq_len, model.sliding_window)
+    attention = 2 * model.hidden_size * width * (model.num_heads + model.num_kv_heads)
+    attention += 2 * model.num_heads * width * keys
+    features, scores = model.ffn_size, 0
+    if model.num_experts and layer >= model.dense_layers:
+        features = model.experts_per_token * (model.expert_ffn_size or model.ffn_size) + model.shared_expert_ffn_size
+        scores = model.num_experts * model.hidden_size
+    matrices = 2 if model.activation is Activation.gelu else 3
+    return attention + scores + matrices * model.hidden_size * features
 
 
 def balance(layers: Sequence[int], first: int, last: int, stages: int) -> list[range]:
