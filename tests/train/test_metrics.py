@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stoker.conf.schema import ModelConfig
+from stoker.conf.schema import Activation, ModelConfig, Norm, Positions
 from stoker.train.device import memory_gib
 from stoker.train.flops import flops_per_token, peak_flops, peak_of
 from stoker.train.metrics import Clock, StepLog, StepMetrics
@@ -86,6 +86,17 @@ def test_flops_are_palms_formula() -> None:
     assert flops_per_token(tied, decoder_table(tied), 16) == expected
     windowed = replace(config, sliding_window=4)
     assert flops_per_token(windowed, decoder_table(windowed), 16) == expected - 12 * 2 * 2 * 2 * 12
+
+
+def test_flops_count_what_a_family_multiplies_with() -> None:
+    config = ModelConfig(vocab_size=10, hidden_size=4, num_layers=2, num_heads=2, num_kv_heads=1, ffn_size=8)
+    plain = flops_per_token(config, decoder_table(config), 16)
+    alternating = replace(config, sliding_window=4, global_every=2)
+    assert flops_per_token(alternating, decoder_table(alternating), 16) == plain - 12 * 2 * 2 * 12
+    gpt2 = replace(config, activation=Activation.gelu, norm=Norm.layernorm, qkv_bias=True, linear_bias=True)
+    gpt2.positions, gpt2.max_positions = Positions.learned, 16
+    # No gate: 32 weights less per layer. Biases, norms and looked-up positions multiply nothing.
+    assert flops_per_token(gpt2, decoder_table(gpt2), 16) == plain - 6 * 2 * 32
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from stoker.conf.compose import compose
-from stoker.conf.schema import ModelConfig, QkNorm
+from stoker.conf.schema import ModelConfig, NormOrder, QkNorm
 from stoker.kernels import select
 from stoker.train.box import Box
 from stoker.train.grid import single
@@ -69,6 +71,53 @@ def test_a_tied_head_is_the_embedding_and_counted_once() -> None:
 def test_norms_do_not_decay() -> None:
     undecayed = {f.name for f in decoder_table(CONFIG) if not f.is_decayed}
     assert undecayed == {"norm"} | {f"blocks.{i}.{part}.norm" for i in (0, 1) for part in ("attention", "ffn")}
+
+
+def test_biases_start_at_zero_do_not_decay_and_are_cut_as_outputs_are() -> None:
+    config = compose(["model=gpt2", "model.num_layers=1", "model.hidden_size=96"]).config.model
+    biases = {f.name: f for f in decoder_table(config, sequence=True) if f.role is Role.BIAS}
+    attention, ffn = "blocks.0.attention", "blocks.0.ffn"
+    assert {name: (f.shape, f.shard_dim, f.copies_axis, f.partial_over) for name, f in biases.items()} == {
+        f"{attention}.norm_bias": ((96,), None, None, "tensor"),
+        f"{attention}.wq_bias": ((96,), 0, None, None),
+        f"{attention}.wk_bias": ((96,), 0, "kv", "kv"),
+        f"{attention}.wv_bias": ((96,), 0, "kv", "kv"),
+        f"{attention}.wo_bias": ((96,), None, None, "tensor"),
+        f"{ffn}.norm_bias": ((96,), None, None, "tensor"),
+        f"{ffn}.up_bias": ((3072,), 0, None, None),
+        f"{ffn}.down_bias": ((96,), None, None, "tensor"),
+        "norm_bias": ((96,), None, None, "tensor"),
+    }
+    assert not any(f.is_decayed or initial_value(f, 0).any() for f in biases.values())
+    # Without sequence parallelism every rank sees all tokens of the stream, and so whole gradients.
+    assert decoder_table(config)["norm_bias"].partial_over is None
+
+
+def test_a_norm_of_all_heads_is_cut_as_the_heads_are() -> None:
+    config = replace(CONFIG, qk_norm=QkNorm.full, norm_order=NormOrder.both)
+    table = decoder_table(config)
+    q_norm, k_norm = table["blocks.1.attention.q_norm"], table["blocks.1.attention.k_norm"]
+    assert (q_norm.shape, q_norm.shard_axis, q_norm.unit, q_norm.partial_over) == ((32,), "tensor", 8, None)
+    assert (k_norm.shape, k_norm.shard_axis, k_norm.unit, k_norm.partial_over) == ((16,), "tensor", 8, "kv")
+    assert {f.name for f in table if f.role is Role.NORM and f.layer == 0} == {
+        f"blocks.0.{name}"
+        for name in (
+            "attention.norm",
+            "attention.q_norm",
+            "attention.k_norm",
+            "attention.post_norm",
+            "ffn.norm",
+            "ffn.post_norm",
+        )
+    }
+
+
+def test_a_norm_with_an_offset_starts_at_what_is_left_to_one() -> None:
+    config = replace(CONFIG, norm_offset=1.0, qk_norm=QkNorm.head)
+    model = build(config)
+    norms = [f.name for f in decoder_table(config) if f.role is Role.NORM]
+    assert len(norms) == 9
+    assert not any(model.get_parameter(name).any() for name in norms)
 
 
 def test_box_of_a_cut_parameter_is_this_ranks_rows() -> None:
