@@ -80,6 +80,18 @@ CASES: dict[str, Case] = {
     "tensor 2 x context 2, gemma": (4, {"tensor": 2, "context": 2}, {"model": GEMMA}),
     "tensor 2 x context 2, gpt2": (4, {"tensor": 2, "context": 2}, {"model": GPT2}),
     "tensor 2 without sequence, gpt2": (2, {"tensor": 2, "sequence": False}, {"model": GPT2}),
+    "tensor 2, recomputed": (2, {"tensor": 2}, {"memory": {"recompute": "full"}, "model": {"dropout": 0.1}}),
+    "tensor 2 x zero1 2, gpt2": (4, {"tensor": 2, "data": "zero1"}, {"model": GPT2}),
+    "tensor 2 x fsdp 2, uneven batch": (
+        4,
+        {"tensor": 2, "data": "fsdp"},
+        {"train": {"global_batch": 6, "micro_batch": 1}},
+    ),
+    "tensor 2 x interleaved_zb, gpt2": (
+        4,
+        {"tensor": 2, "pipeline": 2, "pipeline_schedule": "interleaved_zb"},
+        {"model": GPT2},
+    ),
 }
 
 # Run by `make test-all` only.
@@ -88,6 +100,24 @@ MORE: dict[str, Case] = {
     "context 4 by ulysses, key heads on two ranks each": (4, {"context": 4, "context_method": "ulysses"}, EVERYTHING),
     "fsdp 2 x context 2": (4, {"data": "fsdp", "context": 2}, EVERYTHING),
     "zero1 2 x context 2 by ulysses": (4, {"data": "zero1", "context": 2, "context_method": "ulysses"}, EVERYTHING),
+    "tensor 4 without sequence, norm of all heads": (4, {"tensor": 4, "sequence": False}, {"model": OLMO2}),
+    "tensor 4, gemma, documents": (4, {"tensor": 4}, {"model": GEMMA, "data": EVERYTHING["data"]}),
+    "tensor 2, selectively recomputed": (2, {"tensor": 2}, {"memory": {"recompute": "selective"}, "model": GPT2}),
+    "tensor 2 x fsdp 2, recomputed": (
+        4,
+        {"tensor": 2, "data": "fsdp"},
+        {"memory": {"recompute": "full"}, **EVERYTHING},
+    ),
+    "tensor 2 without sequence x 1f1b, gpt2": (
+        4,
+        {"tensor": 2, "sequence": False, "pipeline": 2, "pipeline_schedule": "1f1b"},
+        {"model": GPT2},
+    ),
+    "tensor 2 x dualpipev x zero1 2, everything": (
+        8,
+        {"tensor": 2, "pipeline": 2, "pipeline_schedule": "dualpipev", "data": "zero1"},
+        {**EVERYTHING, "train": {"micro_batch": 1}},
+    ),
 }
 
 
