@@ -27,8 +27,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from by_hand_data import DdpLoop, Zero1Loop
 from stoker.conf.layout import Layout
-from stoker.conf.schema import Config, ModelConfig
+from stoker.conf.schema import Config, DataParallel, ModelConfig
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.files import write_json
 from stoker.launcher.run.layout import RunDir
@@ -211,6 +212,10 @@ def load(model: nn.Module, part: Callable[[str, Tensor], Tensor]) -> None:
             parameter.copy_(part(name, whole[name]))
 
 
+def load_all(model: nn.Module) -> None:
+    load(model, lambda _, whole: whole)
+
+
 def theirs(name: str) -> str:
     if not name.startswith("blocks."):
         return name if name == "norm" else f"{name}.weight"
@@ -227,9 +232,24 @@ class Case:
     title: str
     parallel: dict[str, Any]
     by_hand: Callable[[int, Samples], Any]
+    micro_batch: int = BATCH
 
 
-CASES = {"tensor": Case("Tensor and sequence parallelism over 2 ranks", {"tensor": RANKS}, TensorLoop)}
+CASES = {
+    "tensor": Case("Tensor and sequence parallelism over 2 ranks", {"tensor": RANKS}, TensorLoop),
+    "ddp": Case(
+        "Data parallelism over 2 ranks, against DistributedDataParallel",
+        {},
+        lambda rank, samples: DdpLoop(load_all, samples),
+        BATCH // RANKS,
+    ),
+    "zero1": Case(
+        "ZeRO-1 over 2 ranks, against one flat buffer",
+        {"data": DataParallel.zero1},
+        lambda rank, samples: Zero1Loop(load_all, samples),
+        BATCH // RANKS,
+    ),
+}
 
 
 def rank_main(rank: int, port: int, name: str, prefix: Path, scratch: Path, rounds: int, warmup: int) -> None:
@@ -238,6 +258,7 @@ def rank_main(rank: int, port: int, name: str, prefix: Path, scratch: Path, roun
     case, config = CASES[name], our_config(prefix, rounds + warmup)
     for field, value in case.parallel.items():
         setattr(config.parallel, field, value)
+    config.train.micro_batch = case.micro_batch
     grid = form(Membership(rank, RANKS, rank, 1, 1, "127.0.0.1", port), Layout.of(config, RANKS), backend="gloo")
     with contextlib.redirect_stdout(io.StringIO()):
         ours = built(scratch / "run", config, grid)
@@ -249,7 +270,7 @@ def rank_main(rank: int, port: int, name: str, prefix: Path, scratch: Path, roun
         lines = ours.context.attempt.metrics(1).read_text().splitlines()
         times["ours"].losses.extend(json.loads(line)["loss"] for line in lines)
         (scratch / "times.json").write_text(json.dumps({n: vars(t) for n, t in times.items()}))
-    grid.tensor.barrier()
+    grid.world.barrier()
     ours.close()
     grid.close()
 
