@@ -171,14 +171,14 @@ def test_selecting_starts_no_accelerator():
 @pytest.mark.full
 def test_ops_compile_without_graph_breaks():
     ops = select()
-    weight, inv_freq, positions = torch.randn(16), torch.rand(4), torch.arange(6).expand(2, 6)
+    weight, bias, inv_freq, positions = torch.randn(16), torch.randn(16), torch.rand(4), torch.arange(6).expand(2, 6)
 
     def block(x, head):
         y, total = ops.rmsnorm(x, weight, 1e-5, x * 2)
         q, k = ops.rope(y.unflatten(-1, (2, 8)), y.unflatten(-1, (2, 8)), positions, inv_freq)
         z = ops.attention(q, k, y.unflatten(-1, (2, 8)), window=3).flatten(2)
         z = ops.geglu(ops.swiglu(z, total), ops.gelu(total))
-        z = ops.layernorm(z, weight, weight, 1e-5)
+        z = ops.layernorm(z, weight, bias, 1e-5)
         return ops.cross_entropy(z @ head.T, positions).sum()
 
     x, head = torch.randn(2, 6, 16, requires_grad=True), torch.randn(11, 16, requires_grad=True)

@@ -47,6 +47,14 @@ def test_residual_is_the_addition_followed_by_the_norm_bit_for_bit(dtype):
     assert torch.equal(y, layernorm(x + residual, weight, bias, 1e-5))
 
 
+def test_gradients_of_weight_and_bias_are_summed_in_float32_for_bf16():
+    x = torch.ones(4096, 2, dtype=torch.bfloat16)
+    weight, bias = (torch.ones(2, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    layernorm(x, weight, bias, 1e-5).backward(torch.ones_like(x))
+    # In bf16 a running sum of ones stops at 256.
+    assert bias.grad.tolist() == [4096.0, 4096.0]
+
+
 def test_noncontiguous_input_mixed_weight_dtype_and_no_tokens():
     weight, bias = torch.randn(32), torch.randn(32)
     x = torch.randn(5, 32, 6).transpose(1, 2)
