@@ -57,7 +57,12 @@ def build_stages(
     parts = Parts.of(
         config.model, ops, queue, grid, table, p.sequence, dtype, context_method=p.context_method, memory=config.memory
     )
-    return [Decoder(parts, stage) for stage in stages]
+    built = [Decoder(parts, stage) for stage in stages]
+    if config.kernels.compile:
+        from .compile import compile_blocks  # loads the compiler
+
+        compile_blocks(block for stage in built for block in stage.blocks.values())
+    return built
 
 
 def join(stages: list[Decoder]) -> nn.Module:

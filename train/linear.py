@@ -131,13 +131,17 @@ def project(
     all tokens and this rank's features [T, O].
     """
     if axis is None or axis.size == 1:
+        if torch.compiler.is_compiling():
+            # A queue is an effect that no graph can hold: there autograd accumulates gradients of weights itself, and
+            # the sink takes them in the hook that it has for all parameters.
+            return _products(x, weights, biases)
         return apply(_Project, x, queue, biases, *weights)
     return apply(_ColumnParallel, x, queue, axis, biases, *weights)
 
 
 def linear(x: Tensor, weight: Tensor, queue: WeightGradients) -> Tensor:
     """x @ weight.T; x: [..., I], weight: [O, I]."""
-    return apply(_Project, x, queue, (), weight)[0]
+    return project(x, (weight,), queue)[0]
 
 
 def reduce_linear(
@@ -150,7 +154,7 @@ def reduce_linear(
     each rank's gradient of the bias is that of its own tokens: a part of the sum.
     """
     if axis is None or axis.size == 1:
-        return apply(_Project, x, queue, () if bias is None else (bias,), weight)[0]
+        return project(x, (weight,), queue, biases=() if bias is None else (bias,))[0]
     return apply(_RowParallel, x, weight, queue, axis, bias)
 
 

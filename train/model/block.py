@@ -30,9 +30,9 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor, branch_TD: Tensor | None, shared: ForwardPass) -> tuple[Tensor, Tensor]:
         h_TD, x_TD = self._enter(x_TD, branch_TD, self.attention)
-        branch_TD = self._leave(self.attention(h_TD, shared), self.attention, 2 * self.layer, shared)
+        branch_TD = self._leave(self.attention(h_TD, shared), self.attention, 0, shared)
         h_TD, x_TD = self._enter(x_TD, branch_TD, self.ffn)
-        return x_TD, self._leave(self.ffn(h_TD), self.ffn, 2 * self.layer + 1, shared)
+        return x_TD, self._leave(self.ffn(h_TD), self.ffn, 1, shared)
 
     def _enter(self, x_TD: Tensor, branch_TD: Tensor | None, to: Branch) -> tuple[Tensor, Tensor]:
         """(what a branch sees, the stream)."""
@@ -41,11 +41,13 @@ class Block(nn.Module):
         x_TD = x_TD if branch_TD is None else x_TD + branch_TD
         return x_TD, x_TD
 
-    def _leave(self, branch_TD: Tensor, of: Branch, site: int, shared: ForwardPass) -> Tensor:
+    def _leave(self, branch_TD: Tensor, of: Branch, part: int, shared: ForwardPass) -> Tensor:
         """What a branch adds to the stream."""
         if self.norms_behind:
             branch_TD = self.norm.alone(branch_TD, of.post_norm, of.post_norm_bias)
         key, numbers_T = shared.dropout, shared.numbers_T
         if key is None or numbers_T is None:
             return branch_TD
+        # The layer's number is read only here: where it is not, one compiled graph serves all layers.
+        site = 2 * self.layer + part
         return self.ops.dropout(branch_TD, self.config.dropout, key.seed, key.step, site, numbers_T)
