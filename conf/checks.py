@@ -16,6 +16,7 @@ from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
 from .checks_experts import expert_rules
+from .checks_memory import memory_rules
 from .checks_model import around, model_rules, nearest_of
 from .checks_parallel import layout_of, parallel_rules
 from .checks_profile import profile_rules
@@ -59,7 +60,7 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules, profile_rules]
     if not config.task.cmd:  # a script of the user's own reads none of this
         rules += [model_rules, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints]
-        rules += [parallel_rules, expert_rules, data_rules]
+        rules += [memory_rules, parallel_rules, expert_rules, data_rules]
     problems = [problem for rule in rules for problem in rule(config)]
     if files:
         problems += [*root_rules(config), *image_rules(config)]

@@ -36,7 +36,7 @@ def flops_per_token(config: ModelConfig, table: ParamTable, seq_len: int) -> flo
     attention term counts every query with S keys, causal or not; in layers with a sliding window narrower than S that
     replaces S.
     """
-    weights = sum(f.numel for f in table if f.role is Role.MATRIX or f.tied_to is not None)
+    weights = sum(f.numel for f in table if f.role in (Role.MATRIX, Role.HEAD, Role.ROUTER) or f.tied_to is not None)
     keys = sum(min(seq_len, layer_window(config, layer) or seq_len) for layer in range(config.num_layers))
     return 6.0 * weights + 12.0 * config.num_heads * head_dim(config) * keys
 

@@ -23,7 +23,9 @@ class Role(Enum):
     MATRIX = "matrix"
     NORM = "norm"
     BIAS = "bias"
-    EMBEDDING = "embedding"
+    EMBEDDING = "embedding"  # the output layer too, where both are one
+    HEAD = "head"
+    ROUTER = "router"
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ class _Facts:
         return ParamFacts(
             name,
             (c.vocab_size, c.hidden_size),
-            Role.MATRIX if is_output and not is_tied else Role.EMBEDDING,
+            Role.HEAD if is_output and not is_tied else Role.EMBEDDING,
             c.init_std,
             is_output=is_output,
             tied_to="embedding" if is_output and is_tied else None,

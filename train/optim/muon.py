@@ -30,7 +30,7 @@ from .weights import Group, Weights, groups
 
 def takes(facts: ParamFacts) -> bool:
     """Whether Muon updates it: hidden matrices and experts; not embeddings, the head, routers, norms or biases."""
-    return facts.role is Role.MATRIX and facts.name != "head"
+    return facts.role is Role.MATRIX
 
 
 class Muon:

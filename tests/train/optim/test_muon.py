@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 SHAPES = {"wide": (8, 24), "tall": (21, 6), "square": (12, 12), "experts": (4, 10, 6), "norm": (12,), "head": (16, 8)}
-ROLES = {"norm": Role.NORM}
+ROLES = {"norm": Role.NORM, "head": Role.HEAD}
 TABLE = ParamTable([ParamFacts(n, s, ROLES.get(n, Role.MATRIX), 0.02) for n, s in SHAPES.items()])
 OPTIM = OptimConfig(kind=OptimizerKind.muon, lr=1e-2, muon_lr=2e-2, weight_decay=0.1)
 

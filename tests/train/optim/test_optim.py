@@ -94,13 +94,16 @@ def test_with_stochastic_rounding_there_are_no_masters_and_small_updates_add_up(
 
 def test_roles_decide_decay_and_learning_rate() -> None:
     facts = decoder_table(ModelConfig(num_layers=1)).owned()
-    config = OptimConfig(weight_decay=0.1, decay_embeddings=False, lr_factors={"embedding": 0.5, "norm": 2.0})
+    config = OptimConfig(
+        weight_decay=0.1, decay_embeddings=False, lr_factors={"embedding": 0.5, "norm": 2.0, "head": 3.0}
+    )
     norms = ("blocks.0.attention.norm", "blocks.0.ffn.norm", "norm")
-    matrices = [f.name for f in facts if f.name not in ("embedding", *norms)]
+    matrices = [f.name for f in facts if f.name not in ("embedding", "head", *norms)]
     assert sorted(groups(facts, config), key=lambda g: g.factor) == [
         Group(("embedding",), 0.0, 0.5),
         Group(tuple(matrices), 0.1, 1.0),
         Group(norms, 0.0, 2.0),
+        Group(("head",), 0.1, 3.0),
     ]
     assert [g.weight_decay for g in groups(facts, OptimConfig())] == [0.1, 0.0]  # by default embeddings decay
 
