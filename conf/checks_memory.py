@@ -1,4 +1,4 @@
-"""Rules for optimizer, precision, memory and compiler: what cannot be combined, with the reason and what works instead."""
+"""Rules for optimizer, precision, memory and compiler: what cannot be combined, why, and what works instead."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _offload(config: Config) -> Iterator[Problem]:
     if not config.memory.offload_optimizer:
         return
     if config.optim.kind is OptimizerKind.muon:
-        message = "Muon multiplies whole matrices, for which a host is too slow; choose optim.kind=adamw, or parallel.data=zero1"
+        message = "Muon multiplies whole matrices, too slow on a host; choose optim.kind=adamw, or parallel.data=zero1"
         yield Problem("memory.offload_optimizer", "true", message)
     if config.cluster.gpus_per_node == 0:
         yield Problem(
@@ -69,21 +69,26 @@ def _recompute(config: Config) -> Iterator[Problem]:
 def _compile(config: Config) -> Iterator[Problem]:
     if not config.kernels.compile:
         return
-    p = config.parallel
-    reasons = [
-        (config.memory.recompute is Recompute.selective, "memory.recompute=selective: the compiler itself decides what to "
-         "recompute inside a block; choose full or none"),
-        (config.model.dropout > 0, "model.dropout > 0: the number of the step would be a constant of the graph; set it to 0"),
-        (config.model.num_experts > 0, "a mixture of experts: how many tokens an expert gets is not known beforehand"),
-        (p.tensor > 1, "parallel.tensor > 1: its collectives report to the heartbeat, which no graph can hold"),
-        (p.context > 1, "parallel.context > 1: its collectives report to the heartbeat, which no graph can hold"),
-        (p.data in (DataParallel.fsdp, DataParallel.hsdp), f"parallel.data={p.data.value}: it takes weight gradients from "
-         "the queue; choose ddp or zero1"),
-        (p.pipeline > 1 and p.pipeline_schedule in SCHEDULES and SCHEDULES[p.pipeline_schedule].is_split,
-         f"parallel.pipeline_schedule={p.pipeline_schedule}: a compiled block forms weight gradients with the others, so "
-         "there is nothing to defer; choose gpipe, 1f1b or interleaved"),
-    ]  # fmt: skip
-    for holds, reason in reasons:
+    p, schedule = config.parallel, config.parallel.pipeline_schedule
+    collectives = "its collectives report to the heartbeat, which no graph can hold"
+    is_split = p.pipeline > 1 and schedule in SCHEDULES and SCHEDULES[schedule].is_split
+    reasons = {
+        "memory.recompute=selective: the compiler decides itself what to recompute inside a block; choose full or none": (
+            config.memory.recompute is Recompute.selective
+        ),
+        "model.dropout > 0: the number of the step would be a constant of the graph; set it to 0": (
+            config.model.dropout > 0
+        ),
+        "a mixture of experts: how many tokens an expert gets is not known beforehand": config.model.num_experts > 0,
+        f"parallel.tensor > 1: {collectives}": p.tensor > 1,
+        f"parallel.context > 1: {collectives}": p.context > 1,
+        f"parallel.data={p.data.value}: it takes weight gradients from the queue only; choose ddp or zero1": (
+            p.data in (DataParallel.fsdp, DataParallel.hsdp)
+        ),
+        f"parallel.pipeline_schedule={schedule}: a compiled block forms all its gradients at once, so nothing can be "
+        "deferred; choose gpipe, 1f1b or interleaved": is_split,
+    }
+    for reason, holds in reasons.items():
         if holds:
             yield Problem("kernels.compile", "true", f"does not go with {reason}")
 
