@@ -27,7 +27,7 @@ class RowPart:
     indices: torch.Tensor  # [S] int64: places within the row, ascending
     row_length: int
     doc_ids: torch.Tensor | None  # [n, row_length], of the whole rows
-    spans: tuple[tuple[tuple[int, int], ...], ...] | None  # per row and chunk of the ring: least and greatest document
+    starts: tuple[tuple[int, ...], ...] | None  # per row, where documents begin: 0 and others; None: not told apart
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Batch:
         part = self.part
         if part is not None:
             doc_ids = None if part.doc_ids is None else part.doc_ids[rows]
-            part = replace(part, doc_ids=doc_ids, spans=None if part.spans is None else part.spans[rows])
+            part = replace(part, doc_ids=doc_ids, starts=None if part.starts is None else part.starts[rows])
         doc_ids = None if self.doc_ids is None else self.doc_ids[rows]
         tokens, targets, positions, samples = (
             t[rows] for t in (self.tokens, self.targets, self.positions, self.samples)

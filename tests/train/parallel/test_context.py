@@ -9,7 +9,7 @@ from stoker.conf.schema import ContextMethod
 from stoker.kernels.reference import attention
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import form
-from stoker.train.parallel import context
+from stoker.train.parallel import ring
 from stoker.train.parallel.context import ContextAxis, cut_rows
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 48, 4, 2, 8
@@ -18,6 +18,8 @@ DOCUMENTS = ((5, 7, 12, 1, 20, 3), (45, 3))
 CASES = {
     "causal": {},
     "documents": {"documents": DOCUMENTS},
+    "documents one by one": {"documents": DOCUMENTS, "short": 0},
+    "documents and window one by one": {"documents": DOCUMENTS, "short": 0, "window": 9, "softcap": 0.9},
     "window": {"window": 7},
     "wide window": {"window": 31},
     "softcap": {"softcap": 0.8},
@@ -44,8 +46,9 @@ def make_axis(grid, method):
     return ContextAxis(grid.context, ContextMethod(method), attention)
 
 
-def case_errors(axis, documents=None, heads=HEADS, kv=KV_HEADS, dtype="float64", **options):
+def case_errors(axis, documents=None, heads=HEADS, kv=KV_HEADS, dtype="float64", short=128, **options):
     """Largest differences between this rank's part and one process: out, dq, dk, dv."""
+    ring.SHORT_DOCUMENT = short
     torch.manual_seed(1)
     kind = getattr(torch, dtype)
     whole = [torch.randn(ROWS, LENGTH, n, WIDTH).to(kind).requires_grad_() for n in (heads, kv, kv)]
@@ -85,7 +88,7 @@ def counted_pairs(member, cases):
     """How many of the 4 blocks per turn are computed, by case and turn."""
     grid = form(member, Layout(context=member.world_size))
     calls = []
-    forward, context.block_forward = context.block_forward, lambda *a: calls.append(0) or forward(*a)
+    forward, ring.block_forward = ring.block_forward, lambda *a: calls.append(0) or forward(*a)
     counts = []
     for case in cases:
         calls.clear()
@@ -97,12 +100,16 @@ def counted_pairs(member, cases):
 
 def test_blocks_that_nobody_sees_are_not_computed(run_ranks):
     # Of 8 x 8 blocks 36 are not in the future: 9 a rank. A window of 6, as long as a chunk, leaves each chunk its own
-    # and the one before. Documents of whole chunks leave each chunk its own.
-    chunks = ((6,) * 8, (6,) * 8)
-    counts = run_ranks(4, counted_pairs, cases=[{}, {"window": 6}, {"documents": chunks}])
+    # and the one before. Documents of whole chunks leave each chunk its own. One by one, documents of 15 and 33 tokens
+    # in the first row and one of 48 in the second make: 18 blocks of chunks that are of one document each in both rows,
+    # 10 of the second row alone, and with chunk 2, where the border is, 9 of the first row and 8 of the second.
+    chunks, mixed = ((6,) * 8,) * 2, ((15, 33), (48,))
+    cases = [{}, {"window": 6}, {"documents": chunks}, {"documents": mixed, "short": 0}]
+    counts = run_ranks(4, counted_pairs, cases=cases)
     assert [c[0] for c in counts] == [9, 9, 9, 9]
     assert sum(c[1] for c in counts) == 8 + 7
     assert [c[2] for c in counts] == [2, 2, 2, 2]
+    assert sum(c[3] for c in counts) == 18 + 10 + 9 + 8
 
 
 @pytest.mark.parametrize(("method", "own"), [("ring", [*range(12), *range(36, 48)]), ("ulysses", [*range(24)])])
@@ -123,7 +130,7 @@ def test_the_rows_of_a_cut_batch_are_cut_alike():
         alone = cut_rows(whole.split(2)[row], ContextMethod.ring, 1, 2)
         assert torch.equal(part.token_numbers, alone.token_numbers)
         assert torch.equal(part.part.doc_ids, alone.part.doc_ids)
-        assert part.part.spans == alone.part.spans
+        assert part.part.starts == alone.part.starts
 
 
 @pytest.mark.parametrize(("method", "length", "parts"), [("ring", 46, 4), ("ulysses", 47, 2)])
