@@ -99,6 +99,17 @@ MORE: dict[str, Case] = {
     "tensor 2 x context 2 by ulysses": (4, {"tensor": 2, "context": 2, "context_method": "ulysses"}, EVERYTHING),
     "context 4 by ulysses, key heads on two ranks each": (4, {"context": 4, "context_method": "ulysses"}, EVERYTHING),
     "fsdp 2 x context 2": (4, {"data": "fsdp", "context": 2}, EVERYTHING),
+    "pipeline 2 by interleaved_zb x context 2, gemma": (
+        4,
+        {"pipeline": 2, "pipeline_schedule": "interleaved_zb", "context": 2},
+        {"model": GEMMA, "data": EVERYTHING["data"]},
+    ),
+    "context 2, recomputed": (2, {"context": 2}, {"memory": {"recompute": "full"}, **EVERYTHING}),
+    "context 2 by ulysses x experts 4": (
+        4,
+        {"context": 2, "context_method": "ulysses", "expert": 4},
+        {"model": {"num_experts": 4, "dense_layers": 1}},
+    ),
     "zero1 2 x context 2 by ulysses": (4, {"data": "zero1", "context": 2, "context_method": "ulysses"}, EVERYTHING),
     "tensor 4 without sequence, norm of all heads": (4, {"tensor": 4, "sequence": False}, {"model": OLMO2}),
     "tensor 4, gemma, documents": (4, {"tensor": 4}, {"model": GEMMA, "data": EVERYTHING["data"]}),
