@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from by_hand_data import DdpLoop, Zero1Loop
+from by_hand_pipeline import MICRO, PipelineLoop
 from stoker.conf.layout import Layout
 from stoker.conf.schema import Config, DataParallel, ModelConfig
 from stoker.launcher.run.attempts import Fence
@@ -38,6 +39,7 @@ from stoker.train.data.indexed_writer import IndexWriter
 from stoker.train.grid import Grid, Membership, form
 from stoker.train.init import initial_value
 from stoker.train.loop import Trainer
+from stoker.train.parallel.stages import stage_specs
 from stoker.train.params import decoder_table
 from stoker.train.pulse import Pulse
 from torch import Tensor, nn
@@ -225,6 +227,24 @@ def theirs(name: str) -> str:
     return f"blocks.{layer}.{leaf}.weight"
 
 
+def pipeline_loop(rank: int, samples: Samples) -> PipelineLoop:
+    config = Config(model=MODEL)
+    config.parallel.pipeline, config.data.seq_len = RANKS, LENGTH
+
+    def finish(model: nn.Module) -> Callable[[Tensor], None]:
+        optimizer = adamw(model)
+
+        def update(norm: Tensor) -> None:
+            clip(model, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return update
+
+    spec = stage_specs(config)[rank]
+    return PipelineLoop(MODEL, spec, RANKS, samples, load_all, finish)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is compared: a layout of ours, and the hand-written loop of a rank, given its samples."""
@@ -248,6 +268,9 @@ CASES = {
         {"data": DataParallel.zero1},
         lambda rank, samples: Zero1Loop(load_all, samples),
         BATCH // RANKS,
+    ),
+    "pipeline": Case(
+        f"1F1B of {MICRO} micro-batches over 2 ranks", {"pipeline": RANKS}, pipeline_loop, micro_batch=BATCH // MICRO
     ),
 }
 
