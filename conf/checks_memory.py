@@ -73,7 +73,7 @@ def _compile(config: Config) -> Iterator[Problem]:
     collectives = "its collectives report to the heartbeat, which no graph can hold"
     is_split = p.pipeline > 1 and schedule in SCHEDULES and SCHEDULES[schedule].is_split
     reasons = {
-        "memory.recompute=selective: the compiler decides itself what to recompute inside a block; choose full or none": (
+        "memory.recompute=selective: the compiler decides itself what a block recomputes; choose full or none": (
             config.memory.recompute is Recompute.selective
         ),
         "model.dropout > 0: the number of the step would be a constant of the graph; set it to 0": (

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from ...conf.schema import Config, OptimizerKind
-from ...kernels import Ops
+from ...kernels import Ops, select
 from ..box import Box
 from ..grid import Grid
 from ..params import ParamTable
 from .adamw import AdamW
 from .muon import Muon, takes
+from .offload import Offloaded
 from .weights import Optimizer, Weights
 
 
@@ -29,6 +30,9 @@ def optimizer_of(
     """
     boxes = {name: box(name) for name in shards}
     facts = table.owned()
+    if config.memory.offload_optimizer and grid.device.type != "cpu":
+        on_host = select(device="cpu")
+        return Offloaded(shards, lambda host: AdamW(Weights.of(host, boxes, facts, config), config.optim, on_host))
     if config.optim.kind is OptimizerKind.adamw:
         return AdamW(Weights.of(shards, boxes, facts, config), config.optim, ops)
     matrices = [f for f in facts if takes(f)]
