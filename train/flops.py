@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..conf.schema import ModelConfig
-from .params import ParamTable, Role, head_dim, layer_window
+from .params import ParamFacts, ParamTable, Role, head_dim, layer_window
 
 # Dense peaks in TFLOP/s from the makers' data sheets, (bfloat16 tensor cores, float32 without them); never the
 # figures with sparsity. The first name that the device's name contains counts, so special models come first.
@@ -36,9 +36,15 @@ def flops_per_token(config: ModelConfig, table: ParamTable, seq_len: int) -> flo
     attention term counts every query with S keys, causal or not; in layers with a sliding window narrower than S that
     replaces S.
     """
-    weights = sum(f.numel for f in table if f.role in (Role.MATRIX, Role.HEAD, Role.ROUTER) or f.tied_to is not None)
+    multiplied = (Role.MATRIX, Role.HEAD, Role.ROUTER)
+    weights = sum(f.numel * _share(f, config) for f in table if f.role in multiplied or f.tied_to is not None)
     keys = sum(min(seq_len, layer_window(config, layer) or seq_len) for layer in range(config.num_layers))
     return 6.0 * weights + 12.0 * config.num_heads * head_dim(config) * keys
+
+
+def _share(facts: ParamFacts, config: ModelConfig) -> float:
+    """The part of a matrix that a token is multiplied with: of all experts those that it chose."""
+    return config.experts_per_token / config.num_experts if facts.shard_axis == "expert" else 1.0
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -41,11 +41,12 @@ from .flops import flops_per_token, peak_flops
 from .grid import Grid
 from .init import initialize
 from .linear import WeightGradients
-from .metrics import Clock, StepLog, StepMetrics, append
+from .metrics import Clock, RoutingFigures, StepLog, StepMetrics, append
 from .model import DropoutKey
 from .parallel.context import cut_rows
 from .profile import StepProfile
 from .progress import Progress, Totals
+from .routing import Routing
 from .schedule import LearningRate
 from .state.checkpointer import Checkpointer, SaveFailedError
 from .state.entry import Entry
@@ -78,6 +79,7 @@ class Trainer:
         self.data_parallel = build_data_parallel(config, grid, ops, self.table, self.model)
         self.queue.sink = self.data_parallel.sink
         self.optimizer = build_optimizer(config, grid, ops, self.table, self.data_parallel)
+        self.routing = Routing(self.model, config.model, self.table, grid)
         self.engine = build_engine(config, grid, stages, self.queue, context.pulse, self.clock)
         self.schedule = LearningRate.of(config.optim, config.train.steps)
         self.checkpointer = Checkpointer(context, grid, config.checkpoint.keep)
@@ -86,6 +88,7 @@ class Trainer:
         self.data: TrainingData | None = None
         self._saved_step: int | None = None
         self._is_first = True
+        self._routing_figures: RoutingFigures | None = None
         self._log = StepLog(config.train.steps)
         # Gradients are sums; this constant only keeps them in a comfortable range. The exact token count comes later.
         self._scale = 1.0 / (config.train.global_batch * config.data.seq_len)
@@ -150,11 +153,12 @@ class Trainer:
         """The tensors of the persistent state, as this rank holds them."""
         share, kinds = self.data_parallel, {"model": self.data_parallel.shards}
         kinds |= {f"optim/{kind}": tensors for kind, tensors in self.optimizer.state().items()}
-        return [
+        entries = [
             Entry(f"{kind}/{name}", tensor.detach(), self.table[name].shape, share.box(name), share.replica(name))
             for kind, tensors in kinds.items()
             for name, tensor in tensors.items()
         ]
+        return [*entries, *self.routing.entries()]
 
     def _announce(self) -> None:
         """What this trainer is, on rank 0's log."""
@@ -185,21 +189,24 @@ class Trainer:
         dropout = DropoutKey(self.config.seed, self.progress.step) if self.config.model.dropout else None
         micro_steps = self.data.train.micro_steps
         self.data_parallel.begin_step(micro_steps)
+        self.routing.begin_step()
         totals = self.engine.forward_backward(self._next_batch, micro_steps, self._scale, dropout)
         with self.clock.measure("communication"):
             self.data_parallel.finish()
         with self.clock.measure("optimizer"):
-            numbers = torch.cat([totals, self.data_parallel.squared_norm().reshape(1)])
+            numbers = torch.cat([totals, self.data_parallel.squared_norm().reshape(1), self.routing.sums()])
             self.grid.world.all_reduce(numbers)
+            numbers = torch.cat([numbers[:3], self.routing.figures(numbers[3:])])
         # The one place in a step that waits for the device: whether to update is decided by these numbers. What a GPU
         # is still busy with then is the backward pass.
         with self.clock.measure("forward_backward"):
-            loss, tokens, square = numbers.tolist()
+            loss, tokens, square, *routing = numbers.tolist()
         step_totals = Totals(loss, int(tokens), sqrt(square) if square >= 0 else square)
         with self.clock.measure("optimizer"):
             rate = self.schedule.rate(self.progress.step + 1)
             self._commit(step_totals, rate)
             self.data_parallel.publish()
+        self._routing_figures = RoutingFigures.of(routing, step_totals.tokens)
         self._after_step(step_totals, rate, time.perf_counter() - began)
 
     def _next_batch(self) -> Batch:
@@ -218,6 +225,7 @@ class Trainer:
             limit = self.config.optim.clip_norm
             clip = min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
             self.optimizer.step(self.data_parallel.gradients, rate, progress.updates + 1, exact * clip)
+            self.routing.commit()
             progress.updates += 1
             progress.bad_steps = 0
         else:
@@ -284,6 +292,7 @@ class Trainer:
             parts=self.clock.take(),
             eval_loss=eval_loss,
             bubble=self.engine.bubble,
+            routing=self._routing_figures,
         )
         append(self.context.attempt.metrics(self.context.generation), metrics)
         self._log.step(metrics)

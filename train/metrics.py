@@ -7,9 +7,9 @@ the run's metrics is a view over those files (launcher/run/views.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 
@@ -49,6 +49,23 @@ class Clock:
 
 
 @dataclass(frozen=True)
+class RoutingFigures:
+    """How a model with experts shared out the tokens of one step."""
+
+    auxiliary_loss: float  # balance and z terms per token, with their weights, summed over layers
+    highest_load: float  # of the busiest expert of any layer, as a multiple of that layer's mean
+    lowest_load: float
+
+    @staticmethod
+    def of(sums: Sequence[float], tokens: int) -> RoutingFigures | None:
+        """From what routing.Routing.figures gave; None for a dense model."""
+        if not sums:
+            return None
+        auxiliary, highest, lowest = sums
+        return RoutingFigures(auxiliary / tokens if tokens else float("nan"), highest, lowest)
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """What is known of one step after it. Figures are of the whole run, not of this rank, where not said otherwise."""
 
@@ -64,6 +81,7 @@ class StepMetrics:
     parts: dict[str, float] = field(default_factory=dict)  # seconds on this rank; `save` lies outside step_seconds
     eval_loss: float | None = None
     bubble: float | None = None  # part of the passes' time in which this rank waited for others of its pipeline
+    routing: RoutingFigures | None = None
 
     def line(self) -> str:
         """JSON; numbers that are not finite become null."""
@@ -85,6 +103,8 @@ class StepMetrics:
             record["eval_loss"] = _number(self.eval_loss)
         if self.bubble is not None:
             record["bubble"] = round(self.bubble, 4)
+        if self.routing is not None:
+            record |= {name: _number(value) for name, value in asdict(self.routing).items()}
         return to_json(record)
 
 

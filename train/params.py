@@ -174,6 +174,11 @@ def layer_window(config: ModelConfig, layer: int) -> int | None:
     return None if is_global else config.sliding_window or None
 
 
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer is a mixture of experts."""
+    return config.num_experts > 0 and layer >= config.dense_layers
+
+
 class _Facts:
     """Makes the facts of one model's parameters.
 
@@ -185,6 +190,7 @@ class _Facts:
         self.config = config
         self._stream_partial_over = "tensor" if sequence else None
         self._tied_partial_over = "tied" if pipelined else None
+        self._inner = ["up"] if config.activation is Activation.gelu else ["gate", "up"]
         # What is added to the stream is scaled down with depth, so that the stream's variance does not grow with it
         # (Radford et al. 2019, GPT-2, section 2.3).
         self._residual_std = config.init_std / sqrt(2 * config.num_layers)
@@ -281,14 +287,39 @@ class _Facts:
             facts += [self.heads_norm(wq, f"{name}.q_norm"), self.heads_norm(wk, f"{name}.k_norm")]
         return [*facts, wo, *([self.bias(wo)] if c.linear_bias else [])]
 
-    def feed_forward(self, name: str, layer: int) -> list[ParamFacts]:
+    def feed_forward(self, name: str, layer: int, width: int) -> list[ParamFacts]:
         c = self.config
-        inner = ["up"] if c.activation is Activation.gelu else ["gate", "up"]
-        matrices = [self.column(f"{name}.{n}", c.ffn_size, c.hidden_size, layer) for n in inner]
-        matrices.append(self.row(f"{name}.down", c.hidden_size, c.ffn_size, layer))
+        matrices = [self.column(f"{name}.{n}", width, c.hidden_size, layer) for n in self._inner]
+        matrices.append(self.row(f"{name}.down", c.hidden_size, width, layer))
         if not c.linear_bias:
             return matrices
         return [facts for matrix in matrices for facts in (matrix, self.bias(matrix))]
+
+    def experts(self, name: str, layer: int) -> list[ParamFacts]:
+        """A router that every rank holds, which sees the tokens of its rank; experts, each whole on one rank of their
+        axis; the expert of all tokens, cut as a dense feed-forward layer is."""
+        c = self.config
+        hidden, width = c.hidden_size, c.expert_ffn_size or c.ffn_size
+        partial = self._stream_partial_over
+        router = ParamFacts(
+            f"{name}.router", (c.num_experts, hidden), Role.MATRIX, c.init_std, layer, partial_over=partial
+        )
+        up = ParamFacts(
+            f"{name}.experts.up",
+            (c.num_experts, width, hidden),
+            Role.MATRIX,
+            c.init_std,
+            layer,
+            shard_dim=0,
+            shard_axis="expert",
+            reduce_over="expert_data",
+        )
+        inner = [replace(up, name=f"{name}.experts.{n}") for n in self._inner]
+        down = replace(
+            up, name=f"{name}.experts.down", shape=(c.num_experts, hidden, width), init_std=self._residual_std
+        )
+        shared = self.feed_forward(f"{name}.shared", layer, c.shared_expert_ffn_size)
+        return [router, *inner, down, *(shared if c.shared_expert_ffn_size else [])]
 
 
 def decoder_table(config: ModelConfig, sequence: bool = False, pipelined: bool = False) -> ParamTable:
@@ -303,7 +334,8 @@ def decoder_table(config: ModelConfig, sequence: bool = False, pipelined: bool =
     for i in range(config.num_layers):
         attention, ffn = f"blocks.{i}.attention", f"blocks.{i}.ffn"
         facts += make.around(attention, i, make.attention(attention, i))
-        facts += make.around(ffn, i, make.feed_forward(ffn, i))
+        inside = make.experts(ffn, i) if has_experts(config, i) else make.feed_forward(ffn, i, config.ffn_size)
+        facts += make.around(ffn, i, inside)
     facts += make.norm("norm", is_output=True)
     facts.append(make.vocabulary("head", is_output=True))
     return ParamTable(facts)

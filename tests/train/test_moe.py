@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from stoker.conf.schema import Balance, ModelConfig, Router
 from stoker.kernels import select
-from stoker.train.grid import single
 from stoker.train.linear import WeightGradients
-from stoker.train.model.moe import MixtureOfExperts, TokenRows, moved_bias
-from stoker.train.parallel.experts import ExpertAxis
+from stoker.train.model import Parts
+from stoker.train.model.forward_pass import TokenRows
+from stoker.train.model.moe import MixtureOfExperts, moved_bias
 from torch import Tensor
 
 CONFIG = ModelConfig(
@@ -23,7 +23,7 @@ LENGTH = 8
 
 
 def build(config: ModelConfig, queue: WeightGradients | None = None, dtype: torch.dtype = torch.float64) -> Any:
-    moe = MixtureOfExperts(config, select(), queue or WeightGradients(), ExpertAxis(single().expert)).to(dtype)
+    moe = MixtureOfExperts(Parts.of(config, select(), queue or WeightGradients(), dtype=dtype), layer=0)
     generator = torch.Generator().manual_seed(3)
     for parameter in moe.parameters():
         parameter.data = torch.empty(parameter.shape).normal_(0, 0.5, generator=generator).to(dtype)

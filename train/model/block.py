@@ -8,9 +8,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...conf.schema import NormOrder
+from ..params import has_experts
 from .attention import Attention
 from .feedforward import FeedForward
 from .forward_pass import ForwardPass
+from .moe import MixtureOfExperts
 from .norm import Branch, stream_norm
 from .parts import Parts
 
@@ -26,13 +28,20 @@ class Block(nn.Module):
         self.norms_before = parts.config.norm_order is not NormOrder.post
         self.norms_behind = parts.config.norm_order is not NormOrder.pre
         self.attention = Attention(parts, layer)
-        self.ffn = FeedForward(parts, f"blocks.{layer}.ffn")
+        name = f"blocks.{layer}.ffn"
+        self.ffn = MixtureOfExperts(parts, layer) if has_experts(parts.config, layer) else FeedForward(parts, name)
 
     def forward(self, x_TD: Tensor, branch_TD: Tensor | None, shared: ForwardPass) -> tuple[Tensor, Tensor]:
         h_TD, x_TD = self._enter(x_TD, branch_TD, self.attention)
         branch_TD = self._leave(self.attention(h_TD, shared), self.attention, 0, shared)
         h_TD, x_TD = self._enter(x_TD, branch_TD, self.ffn)
-        return x_TD, self._leave(self.ffn(h_TD), self.ffn, 1, shared)
+        return x_TD, self._leave(self._feed_forward(h_TD, shared), self.ffn, 1, shared)
+
+    def _feed_forward(self, h_TD: Tensor, shared: ForwardPass) -> Tensor:
+        if isinstance(self.ffn, MixtureOfExperts):
+            assert shared.rows is not None
+            return self.ffn(h_TD, shared.rows, shared.scale)
+        return self.ffn(h_TD)
 
     def _enter(self, x_TD: Tensor, branch_TD: Tensor | None, to: Branch) -> tuple[Tensor, Tensor]:
         """(what a branch sees, the stream)."""

@@ -20,9 +20,10 @@ from ...kernels import Ops
 from ...kernels.softcap import softcap
 from ..linear import WeightGradients, add_or_copy, embed, gradient_dtype, linear, project
 from ..parallel.stages import StageSpec, whole
+from ..parallel.tensor import TensorAxis
 from ..parallel.vocabulary import VocabularyLoss, embed_tokens, vocabulary_loss
 from .block import Block
-from .forward_pass import IGNORE, DropoutKey, ForwardPass, Sums
+from .forward_pass import IGNORE, DropoutKey, ForwardPass, Sums, TokenRows
 from .norm import stream_norm
 from .parts import Parts
 from .rotary import Rotary
@@ -65,13 +66,15 @@ class Decoder(nn.Module):
         one Sums, whose objective is multiplied by `scale`.
         """
         if self.stage.is_last:
-            return self._sums(self.hidden(batch, dropout, x_TD), batch.targets.reshape(-1), scale)
-        x_TD, branch_TD = self._blocks(batch, dropout, x_TD)
+            return self._sums(self.hidden(batch, dropout, x_TD, scale), batch.targets.reshape(-1), scale)
+        x_TD, branch_TD = self._blocks(batch, dropout, x_TD, scale)
         return x_TD if branch_TD is None else x_TD + branch_TD
 
-    def hidden(self, batch: Batch, dropout: DropoutKey | None = None, x_TD: Tensor | None = None) -> Tensor:
-        """The last stage's normed hidden states before the output projection, [T, D]."""
-        x_TD, branch_TD = self._blocks(batch, dropout, x_TD)
+    def hidden(
+        self, batch: Batch, dropout: DropoutKey | None = None, x_TD: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """The last stage's normed hidden states before the output projection, [T, D]. `scale` as for `forward`."""
+        x_TD, branch_TD = self._blocks(batch, dropout, x_TD, scale)
         return self.stream_norm.of_sum(x_TD, branch_TD, self.norm, self.norm_bias)[0]
 
     def logits(self, batch: Batch) -> Tensor:
@@ -79,7 +82,9 @@ class Decoder(nn.Module):
         (logits_TV,) = project(self.hidden(batch), (self.output_weight,), self.queue, self.axis)
         return self._capped(logits_TV).view(*batch.tokens.shape, -1)
 
-    def _blocks(self, batch: Batch, dropout: DropoutKey | None, x_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _blocks(
+        self, batch: Batch, dropout: DropoutKey | None, x_TD: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor | None]:
         """The stream after the last block, as the sum so far and what the last branch adds to it."""
         if x_TD is None:
             x_TD = self._embed(batch)
@@ -87,7 +92,8 @@ class Decoder(nn.Module):
         numbers_T = None
         if dropout is not None and self.config.dropout > 0.0:
             numbers_T = self.axis.own(batch.token_numbers.reshape(-1))
-        shared = ForwardPass(batch, rotations, dropout, numbers_T)
+        rows = _token_rows(batch, self.axis) if self.config.num_experts else None
+        shared = ForwardPass(batch, rotations, dropout, numbers_T, rows, scale)
         branch_TD = None
         for layer, block in self.blocks.items():
             x_TD, branch_TD = self.recompute(int(layer), block, x_TD, branch_TD, shared)
@@ -191,3 +197,12 @@ def whole_model(
 ) -> Decoder:
     """All of a model on this process, without values yet."""
     return Decoder(Parts.of(config, ops, queue or WeightGradients(), dtype=dtype), whole(config.num_layers))
+
+
+def _token_rows(batch: Batch, axis: TensorAxis) -> TokenRows:
+    """Of the stream on this rank."""
+    rows, width = batch.tokens.shape
+    sequence_T = torch.arange(rows, device=batch.tokens.device).repeat_interleave(width)
+    is_real_T = (batch.samples >= 0).repeat_interleave(width)
+    length = width if batch.part is None else batch.part.row_length
+    return TokenRows(axis.own(sequence_T), axis.own(is_real_T), rows, length)

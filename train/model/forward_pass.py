@@ -35,6 +35,16 @@ class DropoutKey:
     step: int
 
 
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Which row of the micro-batch each token of the stream is of, and whether it only fills up."""
+
+    sequence_T: Tensor  # int64, number of the row
+    is_real_T: Tensor | None  # bool, False where a token only fills up; None: all are real
+    sequences: int  # rows of the micro-batch
+    length: int  # tokens of a whole row, wherever they are
+
+
 @dataclass(frozen=True)
 class ForwardPass:
     """What every block of one forward pass shares."""
@@ -43,3 +53,5 @@ class ForwardPass:
     rotations: Sequence[Rotation]  # per kind of layer, see rotary.py
     dropout: DropoutKey | None
     numbers_T: Tensor | None  # number of each token of the stream in the whole run, for dropout
+    rows: TokenRows | None  # for mixtures of experts
+    scale: float  # factor of the auxiliary terms, as of the loss

@@ -18,34 +18,22 @@ Shapes: T tokens of this rank, D features, E experts, K experts per token, B seq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...conf.schema import Balance, ModelConfig, Router
+from ...conf.schema import Activation, Balance, Router
 from ...kernels.numerics import apply
-from ..comm import Communicator
 from ..grouped import grouped_linear, grouped_project
 from ..linear import Product, WeightGradients, gradient_dtype
-from ..parallel.experts import ExpertAxis
-
-if TYPE_CHECKING:
-    from ...kernels.ops import Ops
-
-
-@dataclass(frozen=True, eq=False)
-class TokenRows:
-    """What a layer must know of this rank's tokens: which sequence each is of, and whether it only fills up."""
-
-    sequence_T: Tensor  # int64, number of the sequence within the micro-batch
-    is_real_T: Tensor | None  # bool, False where a token only fills up; None: all are real
-    sequences: int
-    length: int  # tokens of a whole sequence, wherever they are
+from ..parallel.experts import Groups
+from .feedforward import FeedForward
+from .forward_pass import TokenRows
+from .norm import Branch
+from .parts import Parts
 
 
 class Statistics:
@@ -65,32 +53,23 @@ class Statistics:
         self.auxiliary.zero_()
 
 
-class MixtureOfExperts(nn.Module):
-    """[T, D] to [T, D], in place of a feed-forward layer.
+class MixtureOfExperts(Branch):
+    """Normed stream [T, D] to [T, D] in place of a feed-forward layer. The norms around it are the block's to apply."""
 
-    sequence_comms: the ranks that hold parts of one sequence (tensor under sequence parallelism, and context).
-    shared: the feed-forward layer that every token passes besides its experts.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        queue: WeightGradients,
-        axis: ExpertAxis,
-        sequence_comms: Sequence[Communicator] = (),
-        shared: nn.Module | None = None,
-    ) -> None:
-        super().__init__()
-        self.config, self.queue, self.axis, self.sequence_comms = config, queue, axis, sequence_comms
-        self.norm = nn.Parameter(torch.empty(config.hidden_size))
-        self.router = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.experts = Experts(config, ops, queue, axis.local(config.num_experts))
-        self.shared = shared
-        self.statistics = Statistics(config.num_experts)
-        # Added to the scores where experts are chosen, and nowhere else. Not a buffer: it stays in float32 when the
-        # model is cast.
-        self.router_bias = torch.zeros(config.num_experts) if config.balance is Balance.bias else None
+    def __init__(self, parts: Parts, layer: int) -> None:
+        name, config = f"blocks.{layer}.ffn", parts.config
+        super().__init__(parts, name)
+        self.config, self.queue, self.axis, self.name, self.layer = config, parts.queue, parts.experts, name, layer
+        # Ranks that hold other parts of the same sequences.
+        self.sequence_comms = [parts.grid.tensor, parts.grid.context]
+        self.router = parts.parameter(f"{name}.router")
+        self.experts = Experts(parts, f"{name}.experts")
+        # The feed-forward layer that every token passes besides its experts.
+        self.shared = FeedForward(parts, f"{name}.shared") if config.shared_expert_ffn_size else None
+        self.statistics = Statistics(config.num_experts, parts.device)
+        # Added to the scores where experts are chosen, and nowhere else; persistent. In float32 whatever the model is.
+        has_bias = config.balance is Balance.bias
+        self.router_bias = torch.zeros(config.num_experts, device=parts.device) if has_bias else None
 
     def forward(self, x_TD: Tensor, rows: TokenRows, scale: float = 1.0) -> Tensor:
         """`scale` multiplies the auxiliary terms, as it does the loss. Collective over all ranks that share experts.
@@ -156,30 +135,26 @@ class MixtureOfExperts(nn.Module):
             comm.all_reduce(counts)
         return counts.view(rows.sequences, experts)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixtureOfExperts:
-        """What is no parameter follows to other devices, in its own dtype."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = self.router.device
-        self.statistics = Statistics(self.config.num_experts, device)
-        if self.router_bias is not None:
-            self.router_bias = self.router_bias.to(device)
-        return self
-
 
 class Experts(nn.Module):
     """This rank's feed-forward layers: [M, D] to [M, D], rows sorted by expert."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, queue: WeightGradients, count: int) -> None:
+    def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
-        self.ops, self.queue = ops, queue
-        hidden, ffn = config.hidden_size, config.expert_ffn_size or config.ffn_size
-        self.gate = nn.Parameter(torch.empty(count, ffn, hidden))
-        self.up = nn.Parameter(torch.empty(count, ffn, hidden))
-        self.down = nn.Parameter(torch.empty(count, hidden, ffn))
+        self.ops, self.queue, activation = parts.ops, parts.queue, parts.config.activation
+        self.has_gate = activation is not Activation.gelu
+        if self.has_gate:
+            self.gate = parts.parameter(f"{name}.gate")
+            self.activate = parts.ops.swiglu if activation is Activation.swiglu else parts.ops.geglu
+        self.up = parts.parameter(f"{name}.up")
+        self.down = parts.parameter(f"{name}.down")
 
-    def forward(self, x_MD: Tensor, groups: Any) -> Tensor:
-        gate_MF, up_MF = grouped_project(x_MD, (self.gate, self.up), groups, self.queue)
-        return grouped_linear(self.ops.swiglu(gate_MF, up_MF), self.down, groups, self.queue)
+    def forward(self, x_MD: Tensor, groups: Groups) -> Tensor:
+        if self.has_gate:
+            inner_MF = self.activate(*grouped_project(x_MD, (self.gate, self.up), groups, self.queue))
+        else:
+            inner_MF = self.ops.gelu(grouped_linear(x_MD, self.up, groups, self.queue))
+        return grouped_linear(inner_MF, self.down, groups, self.queue)
 
 
 def moved_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:

@@ -15,6 +15,7 @@ from ...kernels import Ops
 from ..grid import Grid, single
 from ..linear import WeightGradients
 from ..parallel.context import ContextAxis
+from ..parallel.experts import ExpertAxis
 from ..parallel.tensor import TensorAxis
 from ..params import ParamTable, decoder_table
 from ..recompute import Recompute
@@ -31,6 +32,7 @@ class Parts:
     grid: Grid
     tensor: TensorAxis
     context: ContextAxis
+    experts: ExpertAxis
     recompute: Recompute
     device: torch.device
     dtype: torch.dtype
@@ -54,7 +56,8 @@ class Parts:
         table = table or decoder_table(config, axis.cuts_tokens, grid.pipeline.size > 1)
         context = ContextAxis(grid.context, context_method, ops.attention)
         recompute = Recompute.of(memory or MemoryConfig(), ops)
-        return Parts(config, recompute.ops, queue, table, grid, axis, context, recompute, device or grid.device, dtype)
+        experts, device = ExpertAxis(grid.expert), device or grid.device
+        return Parts(config, recompute.ops, queue, table, grid, axis, context, experts, recompute, device, dtype)
 
     def parameter(self, name: str) -> nn.Parameter:
         """This rank's part of the named parameter, without values yet."""

@@ -13,8 +13,9 @@ from stoker.conf.schema import Balance, ModelConfig, Router
 from stoker.kernels import select
 from stoker.train.grid import Grid, Membership, form, single
 from stoker.train.linear import WeightGradients
-from stoker.train.model.moe import MixtureOfExperts, TokenRows, moved_bias
-from stoker.train.parallel.experts import ExpertAxis
+from stoker.train.model import Parts
+from stoker.train.model.forward_pass import TokenRows
+from stoker.train.model.moe import MixtureOfExperts, moved_bias
 from torch import Tensor
 
 CONFIG = ModelConfig(
@@ -40,8 +41,8 @@ CASES = {
 
 
 def build(config: ModelConfig, bias: float, grid: Grid, queue: WeightGradients | None = None) -> MixtureOfExperts:
-    comms = [grid.tensor, grid.context]
-    moe = MixtureOfExperts(config, select(), queue or WeightGradients(), ExpertAxis(grid.expert), comms).double()
+    parts = Parts.of(config, select(), queue or WeightGradients(), grid, dtype=torch.float64)
+    moe = MixtureOfExperts(parts, layer=0)
     generator = torch.Generator().manual_seed(3)
     size, rank = grid.expert.size, grid.expert.rank
     for name, parameter in moe.named_parameters():
