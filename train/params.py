@@ -63,7 +63,7 @@ class ParamFacts:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay applies: matrices and embeddings, not norms and biases."""
+        """Whether weight decay applies: matrices, routers and embeddings, not norms and biases."""
         return self.role not in (Role.NORM, Role.BIAS)
 
     @property
@@ -302,7 +302,7 @@ class _Facts:
         hidden, width = c.hidden_size, c.expert_ffn_size or c.ffn_size
         partial = self._stream_partial_over
         router = ParamFacts(
-            f"{name}.router", (c.num_experts, hidden), Role.MATRIX, c.init_std, layer, partial_over=partial
+            f"{name}.router", (c.num_experts, hidden), Role.ROUTER, c.init_std, layer, partial_over=partial
         )
         up = ParamFacts(
             f"{name}.experts.up",

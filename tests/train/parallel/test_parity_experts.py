@@ -1,0 +1,65 @@
+"""Mixtures of experts on every layout: loss, gradients, norm, weights and biases against one process, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+from parity import configured
+
+Sections = dict[str, dict[str, Any]]
+
+MIXTRAL: Sections = {
+    "model": {"num_experts": 4, "balance_weight": 0.1, "router_z_loss": 0.01},
+    "data": {"mask_documents": True, "reset_positions": True},
+}
+DEEPSEEK: Sections = {
+    "model": {
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "expert_ffn_size": 20,
+        "shared_expert_ffn_size": 25,
+        "dense_layers": 1,
+        "router": "sigmoid",
+        "router_scale": 1.5,
+        "balance": "bias",
+        "balance_rate": 0.05,
+        "tied_embeddings": True,
+    },
+}
+# Rows that only fill up: 6 samples over 4 ranks with 2 per micro-batch.
+UNEVEN: Sections = MIXTRAL | {"train": {"global_batch": 6, "micro_batch": 2}}
+
+CASES: dict[str, tuple[int, dict[str, Any], Sections]] = {
+    "data 2, experts on every rank": (2, {}, MIXTRAL),
+    "expert 2 over data": (2, {"expert": 2}, DEEPSEEK),
+    "expert 2 over tensor": (2, {"tensor": 2, "expert": 2}, MIXTRAL),
+    "expert 2 over context": (2, {"context": 2, "expert": 2}, MIXTRAL),
+    "expert 2 over data 4, padding": (4, {"expert": 2}, UNEVEN),
+    "expert 4 over data 2 x tensor 2, bias, shared expert": (4, {"tensor": 2, "expert": 4}, DEEPSEEK),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_data: Path) -> Any:
+    """The run of a case on one process; cases that differ in their layout alone share it."""
+    known: dict[str, parity.Run] = {}
+
+    def run(other: Sections) -> parity.Run:
+        if repr(other) not in known:
+            known[repr(other)] = parity.run(None, configured(tiny_data, **other))
+        return known[repr(other)]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_computes_what_one_process_computes(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
+    world, layout, other = CASES[name]
+    found, expected = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world), alone(other)
+    parity.assert_same(found, expected)
+    biases = [weight for key, weight in found.weights.items() if key.endswith("router_bias")]
+    assert len(biases) == (3 if other is DEEPSEEK else 0)
+    assert all(bias.any() for bias in biases)
