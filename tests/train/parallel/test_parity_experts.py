@@ -63,3 +63,9 @@ def test_a_layout_computes_what_one_process_computes(run_ranks: Any, tiny_data: 
     biases = [weight for key, weight in found.weights.items() if key.endswith("router_bias")]
     assert len(biases) == (3 if other is DEEPSEEK else 0)
     assert all(bias.any() for bias in biases)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputed_activations_change_nothing(run_ranks: Any, tiny_data: Path, alone: Any, kind: str) -> None:
+    config = configured(tiny_data, **DEEPSEEK, parallel={"expert": 2}, memory={"recompute": kind})
+    parity.assert_same(parity.run(run_ranks, config, 2), alone(DEEPSEEK))
