@@ -1,8 +1,7 @@
 """Data parallelism with everything on every rank: gradients in one flat buffer, reduced in buckets.
 
-Owns: where gradients live, their cut into buckets, and the order in which buckets are reduced. A bucket's all-reduce
-starts as soon as its last gradient of the step is in, while the backward pass goes on. Sums, never means.
-Does not own: when a step begins and ends (loop.py), what gradients are used for (optim.py).
+Owns: where gradients live, and their cut into buckets. A bucket's all-reduce starts as soon as its last gradient of the
+step is in, while the backward pass goes on. Sums, never means. Does not own: when that is (buckets.py).
 """
 
 from __future__ import annotations
@@ -17,20 +16,16 @@ from ...kernels import Ops
 from ..box import Box, Replica
 from ..comm import Communicator, Work
 from ..grid import Grid
-from ..linear import GradientSink, add_or_copy, gradient_dtype
+from ..linear import gradient_dtype
 from ..params import ParamFacts, ParamTable
+from .buckets import BucketedGradients, Slot
 
 _ALIGNMENT = 16  # elements: each gradient begins on a 64-byte boundary
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """One parameter's gradient."""
-
-    name: str
+class _Slot(Slot):
     gradient: Tensor  # view of the flat buffer, in the parameter's shape
-    uses: int
-    bucket: int
 
 
 @dataclass(frozen=True)
@@ -38,32 +33,23 @@ class _Bucket:
     """Gradients that are reduced together, over `first` and then over `then`."""
 
     flat: Tensor  # view of the flat buffer
-    contributions: int  # how many make it full
     first: Communicator
     then: Communicator | None
 
 
-class DistributedDataParallel:
-    """A DataParallel (data.py) that is its own sink."""
+class DistributedDataParallel(BucketedGradients[_Slot]):
+    """A DataParallel (data.py)."""
 
     def __init__(self, model: nn.Module, table: ParamTable, grid: Grid, ops: Ops, bucket_bytes: int) -> None:
         self._table, self._grid, self._ops = table, grid, ops
         # Gradients come in the reverse order of the forward pass; so do buckets, on all ranks alike.
         order = [(f, table.local(model, f.name)) for f in reversed(table.owned())]
         self.shards = {f.name: p.detach() for f, p in reversed(order)}
-        self._slots, self._buckets, self.flat = _lay_out(order, table, grid, bucket_bytes)
-        self.gradients: Mapping[str, Tensor] = {slot.name: slot.gradient for slot in self._slots.values()}
+        slots, self._buckets, self.flat = _lay_out(order, table, grid, bucket_bytes)
+        super().__init__(slots)
+        self.gradients: Mapping[str, Tensor] = {slot.name: slot.gradient for slot in slots.values()}
         self._counted = [g for name, g in self.gradients.items() if self.replica(name).index == 0]
-        self._holds_sum: set[Tensor] = set()
-        self._owed: dict[Tensor, int] = {}  # contributions to the step's sum that are still to come, by parameter
-        self._left = [0] * len(self._buckets)  # and by bucket
         self._works: list[Work] = []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for _, p in order]
-
-    @property
-    def sink(self) -> GradientSink:
-        """See DataParallel."""
-        return self
 
     def box(self, name: str) -> Box:
         """See DataParallel."""
@@ -73,32 +59,14 @@ class DistributedDataParallel:
         """See DataParallel."""
         return self._table.replica(name, self._grid)
 
-    def begin_step(self, passes: int) -> None:
-        """See DataParallel. What the buffer holds is void."""
-        self._holds_sum.clear()
+    def begin_step(self, passes: int, rounds: int = 1) -> None:
+        """See DataParallel."""
+        super().begin_step(passes, rounds)
         self._works.clear()
-        self._owed = {weight: passes * slot.uses for weight, slot in self._slots.items()}
-        self._left = [passes * bucket.contributions for bucket in self._buckets]
-
-    def target(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """See GradientSink."""
-        holds_sum = weight in self._holds_sum
-        self._holds_sum.add(weight)
-        return self._slots[weight].gradient, holds_sum
-
-    def ready(self, weight: Tensor) -> None:
-        """See GradientSink. Starts the reduction of every bucket that is full, in order. Raises PeerLostError."""
-        slot = self._slots[weight]
-        assert self._owed[weight] > 0, f"{slot.name}: more gradients than uses"
-        self._owed[weight] -= 1
-        self._left[slot.bucket] -= 1
-        while len(self._works) < len(self._left) and self._left[len(self._works)] == 0:
-            bucket = self._buckets[len(self._works)]
-            self._works.append(bucket.first.all_reduce_async(bucket.flat))
 
     def finish(self) -> None:
         """See DataParallel. Raises PeerLostError."""
-        assert not any(self._left), "a parameter got too few gradients in this step"
+        self.check_complete()
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -118,17 +86,15 @@ class DistributedDataParallel:
 
     def close(self) -> None:
         """See DataParallel; reductions under way are left to the process group's end."""
-        for hook in self._hooks:
-            hook.remove()
+        super().close()
         self._works.clear()
 
-    def _take(self, parameter: Tensor) -> None:
-        """Gradients that autograd itself accumulates (norms) come this way; for the others the hook sees None."""
-        if parameter.grad is None:
-            return
-        add_or_copy(parameter.grad, *self.target(parameter))
-        parameter.grad = None
-        self.ready(parameter)
+    def _buffer(self, slot: _Slot) -> Tensor:
+        return slot.gradient
+
+    def _send(self, bucket: int) -> None:
+        b = self._buckets[bucket]
+        self._works.append(b.first.all_reduce_async(b.flat))
 
 
 @dataclass
@@ -175,8 +141,7 @@ def _lay_out(
         begin = at
         for facts, parameter in plan.members:
             gradient = flat[at : at + parameter.numel()].view(parameter.shape)
-            slots[parameter] = _Slot(facts.name, gradient, table.uses(facts.name), number)
+            slots[parameter] = _Slot(facts.name, number, table.uses(facts.name), gradient)
             at += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        contributions = sum(table.uses(facts.name) for facts, _ in plan.members)
-        buckets.append(_Bucket(flat[begin:at], contributions, *_reductions(plan.members[0][0], grid)))
+        buckets.append(_Bucket(flat[begin:at], *_reductions(plan.members[0][0], grid)))
     return slots, buckets, flat

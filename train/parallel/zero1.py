@@ -114,10 +114,6 @@ class Zero1(BucketedGradients[_Slot]):
         }
         self._arrivals.expect(works)
 
-    def settle(self) -> None:
-        """Wait until all parameters are there, outside of a forward pass. Raises PeerLostError."""
-        self._arrivals.wait_for_all()
-
     def close(self) -> None:
         """See DataParallel; exchanges under way are left to the process group's end."""
         super().close()
