@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from .checks_pipeline import pipeline_rules
 from .layout import Layout, LayoutError
+from .pipeline import SCHEDULES
 from .problems import Problem
-from .schema import Config, ContextMethod
+from .schema import Config, ContextMethod, DataParallel
 
 
 def parallel_rules(config: Config) -> Iterator[Problem]:
@@ -19,7 +20,7 @@ def parallel_rules(config: Config) -> Iterator[Problem]:
     model, train = config.model, config.train
     if not _sizes_are_positive(config) or min(model.num_heads, train.micro_batch, config.data.seq_len) < 1:
         return
-    for rule in (_layout, _heads, _widths, _tokens, _context):
+    for rule in (_layout, _heads, _widths, _tokens, _context, _sharing):
         yield from rule(config)
     layout = layout_of(config)
     if layout is not None:
@@ -106,6 +107,27 @@ def _context(config: Config) -> Iterator[Problem]:
             f"ulysses cuts heads over ranks, and it does not divide {share}; context_method=ring has no such limit"
         )
         yield Problem("parallel.context", str(p.context), message)
+
+
+def _sharing(config: Config) -> Iterator[Problem]:
+    """What goes with fully sharded weights only, and what does not go with them."""
+    p = config.parallel
+    is_sharded = p.data in (DataParallel.fsdp, DataParallel.hsdp)
+    if p.data_shard > 0 and p.data is not DataParallel.hsdp:
+        yield Problem("parallel.data_shard", str(p.data_shard), f"is for parallel.data=hsdp; data is {p.data.value}")
+    if p.reduce_each and not is_sharded:
+        message = f"is for parallel.data=fsdp and hsdp, which shard gradients; data is {p.data.value}"
+        yield Problem("parallel.reduce_each", "true", message)
+    if p.reduce_each and p.pipeline > 1:
+        message = f"parallel.pipeline={p.pipeline} mixes the micro-batches of a step; expected false"
+        yield Problem("parallel.reduce_each", "true", message)
+    schedule = SCHEDULES.get(p.pipeline_schedule)
+    if is_sharded and p.pipeline > 1 and config.model.tied_embeddings and schedule is not None and schedule.is_v:
+        message = (
+            f"parallel.pipeline_schedule={p.pipeline_schedule} has the first and the last stage on one rank, and with "
+            "model.tied_embeddings they share a weight, which sharded ones cannot; zero1, ddp or interleaved_zb can"
+        )
+        yield Problem("parallel.data", p.data.value, message)
 
 
 def _that_work(values: Sequence[int], wanted: int) -> str:

@@ -243,6 +243,7 @@ class ParallelConfig:
     context_method: ContextMethod = ContextMethod.ring
     expert: int = 1  # ranks that share the experts; divides data x context x tensor
     backend: Backend = Backend.auto  # of torch.distributed; auto: nccl with CUDA, else gloo
+    reduce_each: bool = False  # fsdp, hsdp: reduce in every micro-step; between them only shards of gradients are kept
     bucket_mb: float = 25.0  # gradients are reduced in buckets of this size, MiB
     timeout: int = 3600  # seconds a collective may take; the last resort behind the limits of `resilience`
 

@@ -79,7 +79,8 @@ def build_data_parallel(config: Config, grid: Grid, ops: Ops, table: ParamTable,
         from .parallel.fsdp import FullySharded  # torch's FSDP2 takes two seconds to import
 
         # A pipeline runs many passes before a weight changes: gathered once, weights stay until their backward pass.
-        return FullySharded(model, table, grid, ops, axis, reshard=grid.pipeline.size == 1)
+        reshard = grid.pipeline.size == 1
+        return FullySharded(model, table, grid, ops, axis, config.parallel.reduce_each, reshard)
     if kind is Kind.zero1 and any(grid.comms[f.reduce_over].size > 1 for f in table.owned()):
         return Zero1(model, table, grid, ops, bucket_bytes)
     return DistributedDataParallel(model, table, grid, ops, bucket_bytes)

@@ -46,6 +46,23 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         "e train.global_batch=6: not a multiple of train.micro_batch=4 x 2 data-parallel ranks = 8; nearest that work: "
         "train.global_batch=8, or train.micro_batch=3",
     ]),
+    # Sharded weights
+    ({"parallel.data": "fsdp", "parallel.reduce_each": True}, []),
+    ({"parallel.data": "zero1", "parallel.data_shard": 2}, [
+        "e parallel.data_shard=2: is for parallel.data=hsdp; data is zero1",
+    ]),
+    ({"parallel.data": "zero1", "parallel.reduce_each": True}, [
+        "e parallel.reduce_each=true: is for parallel.data=fsdp and hsdp, which shard gradients; data is zero1",
+    ]),
+    ({"parallel.data": "fsdp", "parallel.reduce_each": True, "parallel.pipeline": 2, "cluster.procs_per_node": 2,
+      "train.micro_batch": 1}, [
+        "e parallel.reduce_each=true: parallel.pipeline=2 mixes the micro-batches of a step; expected false",
+    ]),
+    ({"parallel.data": "fsdp", "parallel.pipeline": 2, "parallel.pipeline_schedule": "zbv", "train.micro_batch": 1,
+      "model.tied_embeddings": True, "cluster.procs_per_node": 2}, [
+        "e parallel.data=fsdp: parallel.pipeline_schedule=zbv has the first and the last stage on one rank, and with "
+        "model.tied_embeddings they share a weight, which sharded ones cannot; zero1, ddp or interleaved_zb can",
+    ]),
     # Heads
     ({"parallel.tensor": 8, "cluster.procs_per_node": 8}, []),
     ({"parallel.tensor": 3, "cluster.procs_per_node": 3, "parallel.sequence": False}, [

@@ -49,9 +49,17 @@ GPT2 = {
 
 CASES: dict[str, Case] = {
     "ddp 2": (2, {}, {}),
-    "zero1 4": (4, {"data": "zero1"}, {}),
-    "fsdp 4": (4, {"data": "fsdp"}, {}),
-    "hsdp 2 x 2": (4, {"data": "hsdp", "data_shard": 2}, {}),
+    "zero1 4, everything, uneven batch": (
+        4,
+        {"data": "zero1"},
+        {**EVERYTHING, "train": {"global_batch": 6, "micro_batch": 1}},
+    ),
+    "fsdp 2, everything, reduced in every micro-step": (
+        2,
+        {"data": "fsdp", "reduce_each": True},
+        {**EVERYTHING, "train": {"global_batch": 6, "micro_batch": 1}},
+    ),
+    "hsdp 2 x 2": (4, {"data": "hsdp", "data_shard": 2}, {"train": {"micro_batch": 1}}),
     "ddp 4, documents masked, uneven batch": (
         4,
         {},
