@@ -1,7 +1,7 @@
 """`attention` by FlashAttention kernels that take documents as sequences: torch's own, or the flash_attn package.
 
 Owns: finding the documents' borders, once per batch, and what each kernel is asked. What it cannot do (soft caps with
-torch's, log-sum-exps, float32, other widths, GPUs before Ampere) is attention_sdpa.py's.
+torch's, log-sum-exps, float32, other widths, GPUs before Ampere, documents under the compiler) is attention_sdpa.py's.
 
 Shapes: B rows, S positions, T = B x S tokens, N documents, H query heads, K key heads, E features.
 """
@@ -128,6 +128,8 @@ class VarlenAttention:
         of kernel."""
         check_attention(q, k, v, doc_ids, window, softcap)
         is_possible = self._takes(q, v, softcap) and not return_lse
+        if doc_ids is not None and torch.compiler.is_compiling():
+            is_possible = False  # a graph cannot hold how many documents there are
         documents = None
         if is_possible and not is_plain(q, doc_ids, window, softcap):
             documents = _rows(q) if doc_ids is None else self._find(doc_ids)

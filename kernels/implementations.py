@@ -77,7 +77,7 @@ def _attention() -> Iterator[Implementation]:
 
         return VarlenAttention(package_kernel, has_softcap=True)
 
-    note = "half precision; the rest by sdpa"
+    note = "half precision, documents outside of the compiler; the rest by sdpa"
     cuda = ("cuda",)
     yield Implementation("attention", "flash", flash, cuda, "flash_attn", "PyPI's flash-attn, 2.6 or newer", note)
     yield Implementation("attention", "varlen", varlen, cuda, "torch.nn.attention.varlen", "a newer torch", note)

@@ -119,7 +119,7 @@ def test_torchs_own_attention_gives_what_the_reference_gives(dtype, options):
 
 def test_the_log_says_what_attention_leaves_to_others():
     line = next(str(c) for c in select(device="cuda").choices if c.op == "attention")
-    assert line.endswith("half precision; the rest by sdpa)")
+    assert line.endswith("; half precision, documents outside of the compiler; the rest by sdpa)")
     if importlib.util.find_spec("flash_attn") is None:
         assert "kernels.attention = varlen (auto; " in line
         assert "flash: needs flash_attn from PyPI's flash-attn, 2.6 or newer; " in line
@@ -135,6 +135,16 @@ def test_torchs_gpu_kernels_are_asked_with_arguments_they_have():
         assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 9, 8), (2, 4, 9), torch.float32)
         grads = backward(out, *heads_first, out, lse, 0.3, Band(3, -1))
         assert [g.shape for g in grads] == [t.shape for t in heads_first]
+
+
+@pytest.mark.full
+def test_a_graph_leaves_documents_to_another():
+    kernel = Sequences()
+    op = VarlenAttention(kernel, has_softcap=False)
+    q, k, v = batch()
+    found = torch.compile(op, backend="eager", fullgraph=True)(q, k, v, doc_ids=DOCS)
+    assert kernel.asked == []
+    torch.testing.assert_close(found, attention(q, k, v, doc_ids=DOCS), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

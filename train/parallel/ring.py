@@ -26,7 +26,7 @@ from ...kernels.numerics import accumulate_dtype, apply
 from ..comm import Communicator, Work
 from ..data.dataset import RowPart
 
-SHORT_DOCUMENT = 128  # tokens; where blocks of single documents are shorter on average, a mask is cheaper
+SHORT_DOCUMENT = 16  # tokens; where blocks of single documents are shorter on average, a mask is cheaper
 
 
 def zigzag(rank: int, size: int) -> tuple[int, int]:

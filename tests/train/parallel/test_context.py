@@ -46,7 +46,7 @@ def make_axis(grid, method):
     return ContextAxis(grid.context, ContextMethod(method), attention)
 
 
-def case_errors(axis, documents=None, heads=HEADS, kv=KV_HEADS, dtype="float64", short=128, **options):
+def case_errors(axis, documents=None, heads=HEADS, kv=KV_HEADS, dtype="float64", short=16, **options):
     """Largest differences between this rank's part and one process: out, dq, dk, dv."""
     ring.SHORT_DOCUMENT = short
     torch.manual_seed(1)
