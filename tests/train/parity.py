@@ -102,6 +102,44 @@ def _rank(member: Any, plain: dict[str, Any], run: str) -> None:
         grid.close()
 
 
+def leg(run_ranks: Callable[..., Any], config: Config, world: int, run: Path, number: int, stop: int) -> None:
+    """Attempt `number` of a run: restore the newest checkpoint, go on to step `stop`, save. What the ranks hold then,
+    and held before the first step, is in `state(run, "end", number)` and `state(run, "begin", number)`."""
+    values = {"plain": to_plain(config), "run": str(run), "number": number, "stop": stop}
+    if world == 1:
+        _leg(None, **values)
+    else:
+        run_ranks(world, _leg, timeout=240, **values)
+
+
+def state(run: Path, moment: str, number: int) -> Arrays:
+    """All tensors of the persistent state at one end of a leg, whole, by name."""
+    return _whole(run, f"{moment}{number}")
+
+
+def _leg(member: Any, plain: dict[str, Any], run: str, number: int, stop: int) -> None:
+    from stoker.launcher.run.heartbeat import Control, Segment
+    from stoker.train.grid import form, single
+    from stoker.train.loop import Trainer
+    from stoker.train.pulse import Pulse
+
+    segment = Segment.create("test")
+    segment.write_control(Control(1, stop, True, True))
+    config = build(Config, plain, (), [])
+    grid = single() if member is None else form(member, Layout.of(config, member.world_size), timeout=120)
+    trainer = Trainer.build(config, grid, make_context(run, number, 1, Pulse(segment, 1)))
+    try:
+        for moment in ("begin", "end"):
+            entries = trainer.entries()
+            held = {e.name: (e.tensor, e.box) for e in entries}
+            _write(Path(run), f"{moment}{number}", grid.rank, held, {e.name: e.shape for e in entries})
+            if moment == "begin":
+                trainer.run()
+    finally:
+        trainer.close()
+        grid.close()
+
+
 def _write(run: Path, kind: str, rank: int, held: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
     arrays: Arrays = {}
     for name, (tensor, box) in held.items():

@@ -5,17 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import parity
 import pytest
-from harness import make_context, metrics, train
+from harness import metrics
 from parity import configured
-from stoker.conf.fields import build
-from stoker.conf.layout import Layout
-from stoker.conf.load import to_plain
-from stoker.conf.schema import Config
-from stoker.launcher.run.heartbeat import Control, Segment
-from stoker.train.pulse import Pulse
 
 # name -> (ranks, parallel, other sections)
 Case = tuple[int, dict[str, Any], dict[str, dict[str, Any]]]
@@ -74,48 +67,6 @@ def test_a_pipeline_computes_what_one_process_computes(run_ranks: Any, tiny_data
     world, layout, other = CASES[name]
     found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
     parity.assert_same(found, alone(other))
-
-
-def _leg(member: Any, plain: dict[str, Any], run: str, number: int, stop: int) -> None:
-    """Restore, run to `stop`, save; notes whole tensors at both ends."""
-    from stoker.train.grid import form, single
-    from stoker.train.loop import Trainer
-
-    segment = Segment.create("test")
-    segment.write_control(Control(1, stop, True, True))
-    config = build(Config, plain, (), [])
-    grid = single() if member is None else form(member, Layout.of(config, member.world_size), timeout=120)
-    trainer = Trainer.build(config, grid, make_context(run, number, 1, Pulse(segment, 1)))
-    try:
-        for moment in ("begin", "end"):
-            entries = trainer.entries()
-            held = {e.name: (e.tensor, e.box) for e in entries}
-            parity._write(Path(run), f"{moment}{number}", grid.rank, held, {e.name: e.shape for e in entries})
-            if moment == "begin":
-                trainer.run()
-    finally:
-        trainer.close()
-        grid.close()
-
-
-def test_checkpoints_go_from_layout_to_layout_and_the_run_goes_on(
-    run_ranks: Any, tiny_data: Path, tmp_path: Path
-) -> None:
-    layouts = [(1, {}), (2, pipeline("zbv")), (2, pipeline("1f1b", pipeline_layers="1,3")), (1, {})]
-    sections: dict[str, Any] = {**TIED, "train": {"eval_interval": 0, "steps": 8}}
-    for number, (world, layout) in enumerate(layouts, 1):
-        plain = to_plain(configured(tiny_data, **sections, parallel=layout))
-        values = {"plain": plain, "run": str(tmp_path), "number": number, "stop": 2 * number}
-        if world == 1:
-            _leg(None, **values)
-        else:
-            run_ranks(world, _leg, timeout=240, **values)
-    for number in range(2, 5):
-        before, after = parity._whole(tmp_path, f"end{number - 1}"), parity._whole(tmp_path, f"begin{number}")
-        assert {name: (v == after[name]).all() for name, v in before.items()} == dict.fromkeys(after, True)
-    train(tmp_path / "alone", configured(tiny_data, **sections))
-    found = [line["loss"] for number in range(1, 5) for line in metrics(tmp_path, number)]
-    np.testing.assert_allclose(found, [line["loss"] for line in metrics(tmp_path / "alone")], rtol=1e-9)
 
 
 def test_two_runs_have_the_same_bits_and_say_how_long_ranks_waited(
