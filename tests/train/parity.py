@@ -183,6 +183,20 @@ def assert_same(found: Run, expected: Run, gradient: float = 1e-10, weight: floa
         assert largest(found.weights[name], values, 1e-4) < weight, f"weights of {name}"
 
 
+def assert_close(found: Run, expected: Run, lr: float) -> None:
+    """In float32: gradients to 1e-5 of each tensor's norm, weights to 0.05 of a step's size for each step."""
+    assert set(found.gradients) == set(expected.gradients)
+    whole = float(np.sqrt(sum(np.square(values).sum() for values in expected.gradients.values())))
+    for name, values in expected.gradients.items():
+        error = float(np.linalg.norm(found.gradients[name] - values))
+        assert error < 1e-5 * max(float(np.linalg.norm(values)), 1e-4 * whole), f"gradient of {name}: {error}"
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-5)
+    for name, values in expected.weights.items():
+        error = float(np.abs(found.weights[name] - values).max())
+        assert error < 0.05 * lr * STEPS, f"weights of {name}: {error}"
+
+
 def largest(found: npt.NDArray[Any], expected: npt.NDArray[Any], least: float) -> float:
     """The largest difference, relative to the largest expected element if that is not below `least`."""
     return float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), least))

@@ -158,3 +158,22 @@ def test_a_layout_computes_what_one_process_computes(run_ranks: Any, tiny_data: 
     world, layout, other = (CASES | MORE)[name]
     found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
     parity.assert_same(found, alone(other))
+
+
+IN_FLOAT32: dict[str, Case] = {
+    "tensor 2 x zbv, everything": (4, {"tensor": 2, "pipeline": 2, "pipeline_schedule": "zbv"}, EVERYTHING),
+    "fsdp 2 x context 2, gemma": (4, {"data": "fsdp", "context": 2}, {"model": GEMMA}),
+    "zero1 2 x tensor 2, experts over both": (
+        4,
+        {"data": "zero1", "tensor": 2, "expert": 4},
+        {"model": {"num_experts": 4}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_in_float32_a_layout_differs_by_rounding_only(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
+    world, layout, other = IN_FLOAT32[name]
+    other = {**other, "precision": {"params": "float32"}, "optim": {"lr": 1e-3}}
+    found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
+    parity.assert_close(found, alone(other), lr=1e-3)
