@@ -167,12 +167,11 @@ class Communicator:
         with lost_peers():
             return Work(dist.isend(tensor.contiguous(), group=self.group, group_dst=to))
 
-    def receive(self, out: torch.Tensor, source: int) -> torch.Tensor:
+    def receive_async(self, out: torch.Tensor, source: int) -> Work:
         """Into `out` from rank `source`, which sends as much. Raises PeerLostError."""
         self._on_collective()
         with lost_peers():
-            dist.recv(out, group=self.group, group_src=source)
-        return out
+            return Work(dist.irecv(out, group=self.group, group_src=source))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """In place, from the group's rank `source`. Raises PeerLostError."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..conf.pipeline import stages_per_rank
+from ..conf.pipeline import micro_steps_problem, stages_per_rank
 from ..conf.schema import Config
 from ..launcher.run.heartbeat import Phase
 from .data.dataset import Batch
@@ -45,7 +45,14 @@ class Pipelined:
         chunks = stages_per_rank(parallel)
         self._grid, self._pulse, self._clock = grid, pulse, clock
         self._micro_steps = Share(train.global_batch, train.micro_batch, grid.data.rank, grid.data.size).micro_steps
-        self.at_once = self._micro_steps
+        # Enough to keep all stages at work for most of the time; their activations are held at once.
+        self.at_once = min(self._micro_steps, 4 * grid.pipeline.size)
+        problem = micro_steps_problem(parallel.pipeline_schedule, grid.pipeline.size, chunks, self._micro_steps)
+        if problem is not None:
+            raise ValueError(
+                f"parallel.pipeline_schedule={parallel.pipeline_schedule}: a step has {self._micro_steps} "
+                f"micro-batches per rank, and {problem}"
+            )
         self._scale = 1.0
         self._dropout: DropoutKey | None = None
         self._numbers = _numbers(parallel.pipeline_schedule, grid.pipeline.size, chunks, self._micro_steps)

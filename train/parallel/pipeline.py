@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from ...conf.pipeline import SCHEDULES
-from ..comm import Communicator, lost_peers
+from ..comm import Communicator, Work, lost_peers
 from ..linear import WeightGradients
 from ..plan.schedule import TORCH_CLASSES
 from .stages import StageSpec, rank_of_stage
@@ -110,21 +110,19 @@ class Pipeline(Generic[MicroBatch, Result]):
     def forward(self, batches: Sequence[MicroBatch]) -> list[Result]:
         """Forward only, any number of micro-batches: the last stage's results, none elsewhere. Raises PeerLostError.
 
-        Stage by stage, each for all micro-batches: what a rank waits for was sent before, so nothing can lock up.
+        Stage by stage, each for all micro-batches: what a rank waits for was sent before. Between two ranks the
+        receives of a stage are posted before its sends, in the order in which the other sends: nothing can lock up,
+        even where transfers in both directions share a queue.
         """
         results: list[Result] = []
-        sends: list[Any] = []
-        local: list[Tensor] = []  # outputs of the stage before, where that is this rank's too
+        sends: list[Work] = []
+        local: list[Tensor] = []
         with _first_errors():
             for stage in self.stages:
-                source, to = self._neighbour(stage.spec.index - 1), self._neighbour(stage.spec.index + 1)
-                received, local = local, []
-                for micro, batch in enumerate(batches):
-                    x_TD: Tensor | None = None
-                    if source == self._comm.rank:
-                        x_TD = received[micro]
-                    elif source is not None:
-                        x_TD = self._comm.receive(self._empty(), source)
+                to = self._neighbour(stage.spec.index + 1)
+                inputs, local = self._inputs(stage.spec, local, len(batches)), []
+                for (x_TD, arrival), batch in zip(inputs, batches, strict=True):
+                    arrival.wait()
                     output = stage.run(x_TD, batch)
                     if not isinstance(output, Tensor):
                         results.append(output)
@@ -136,6 +134,17 @@ class Pipeline(Generic[MicroBatch, Result]):
             for work in sends:
                 work.wait()
         return results
+
+    def _inputs(self, spec: StageSpec, local: list[Tensor], count: int) -> list[tuple[Tensor | None, Work]]:
+        """Of a stage, by micro-batch: what it gets, and the transfer to wait for. local: outputs of the stage before,
+        where that is on this rank."""
+        source = self._neighbour(spec.index - 1)
+        if source is None:
+            return [(None, Work())] * count
+        if source == self._comm.rank:
+            return [(x_TD, Work()) for x_TD in local]
+        buffers = [self._empty() for _ in range(count)]
+        return [(x_TD, self._comm.receive_async(x_TD, source)) for x_TD in buffers]
 
     def _neighbour(self, stage: int) -> int | None:
         """The rank of a stage, None if there is no such stage."""

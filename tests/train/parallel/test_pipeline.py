@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -232,6 +234,8 @@ class Fault(NamedTuple):
         output = self.module(x, batch)
 
         def fail(grad: Tensor) -> None:
+            if self.error is SystemExit:
+                os._exit(1)
             raise self.error("in the backward pass")
 
         if batch[0, 0] == -1:
@@ -239,13 +243,13 @@ class Fault(NamedTuple):
         return output
 
 
-def _faulty(member: Membership) -> str:
+def _faulty(member: Membership, error: str) -> str:
     grid = form(member, Layout(pipeline=2))
     try:
         built, batches = build(grid, case("1f1b", 2, 4)), make_batches(4)
         if grid.rank == 1:
             stage = built.pipeline._stages[0]
-            stage._local = replace(stage._local, run=Fault(stage._local.module, MemoryError))
+            stage._local = replace(stage._local, run=Fault(stage._local.module, getattr(builtins, error)))
             batches[1][0, 0] = -1
         try:
             built.pipeline.forward_backward(batches)
@@ -257,4 +261,8 @@ def _faulty(member: Membership) -> str:
 
 
 def test_a_fault_in_a_stage_is_raised_as_it_was_and_is_a_lost_peer_to_others(run_ranks: Any) -> None:
-    assert run_ranks(2, _faulty) == ["PeerLostError", "MemoryError"]
+    assert run_ranks(2, _faulty, error="MemoryError") == ["PeerLostError", "MemoryError"]
+
+
+def test_a_rank_that_dies_is_a_lost_peer_to_others(run_ranks: Any) -> None:
+    assert run_ranks(2, _faulty, error="SystemExit", may_die=(1,)) == ["PeerLostError", None]
