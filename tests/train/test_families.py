@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from stoker.conf.schema import Activation, ModelConfig, Norm, NormOrder, Positions, QkNorm, RopeScaling
+from stoker.conf.schema import Activation, Balance, ModelConfig, Norm, NormOrder, Positions, QkNorm, RopeScaling
 from stoker.kernels import select
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import single
@@ -88,6 +88,19 @@ def view_llama(name: str, theirs: Mapping[str, Tensor], **names: str) -> Tensor:
 
 def view_post_norm(name: str, theirs: Mapping[str, Tensor]) -> Tensor:
     return view_llama(name, theirs, **POST_NORMS)
+
+
+def view_experts(name: str, theirs: Mapping[str, Tensor]) -> Tensor:
+    """Gate and up projections of all experts are one tensor."""
+    layer, rest = split_name(name)
+    experts = f"model.layers.{layer}.mlp.experts"
+    if rest == "ffn.router":
+        return theirs[f"model.layers.{layer}.mlp.gate.weight"]
+    if rest == "ffn.experts.down":
+        return theirs[f"{experts}.down_proj"]
+    if rest.startswith("ffn.experts."):
+        return theirs[f"{experts}.gate_up_proj"].chunk(2, 1)[rest == "ffn.experts.up"]
+    return view_llama(name, theirs)
 
 
 GPT2_NAMES = {
@@ -201,6 +214,35 @@ def gemma3() -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(
+        **COMMON,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+        sliding_window=None,
+        rope_parameters=scaled("default", 10000.0),
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3_moe() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **COMMON,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        experts_implementation="eager",
+        rope_parameters=scaled("default", 10000.0),
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
 def gpt2() -> Any:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
@@ -272,6 +314,27 @@ FAMILIES = {
         gemma3,
         view_post_norm,
         matters={"rope_theta_local": None, "rope_factor": 1.0, "global_every": 2},
+    ),
+    # Balance terms are off: they are defined otherwise.
+    "mixtral": Family(
+        replace(BASE, num_experts=6, experts_per_token=2, balance=Balance.none),
+        mixtral,
+        view_experts,
+        matters={"experts_per_token": 3, "router_normalize": False},
+    ),
+    "qwen3-moe": Family(
+        replace(
+            BASE,
+            qk_norm=QkNorm.head,
+            num_experts=6,
+            experts_per_token=3,
+            expert_ffn_size=24,
+            router_normalize=False,
+            balance=Balance.none,
+        ),
+        qwen3_moe,
+        view_experts,
+        matters={"router_normalize": True},
     ),
     "gpt2": Family(
         replace(

@@ -40,6 +40,8 @@ def test_counts_are_those_of_the_benchmark_model() -> None:
         ("qwen3-8b", 8_190_735_360),
         ("olmo2-7b", 7_298_617_344),
         ("gemma2-9b", 9_241_705_984),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
         ("gpt2", 124_439_808),
     ],
 )
