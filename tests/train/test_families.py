@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 from stoker.conf.schema import Activation, Balance, ModelConfig, Norm, NormOrder, Positions, QkNorm, RopeScaling
 from stoker.kernels import select
+from stoker.train.compile import compile_blocks
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import single
 from stoker.train.init import initialize
@@ -407,3 +408,17 @@ def test_a_family_is_what_transformers_makes_of_it(name: str) -> None:
         other = whole_model(replace(family.ours, **{changed: value}), select())
         other.load_state_dict(model.state_dict())
         assert relative(other.logits(batch).detach(), found) > 1e-3, changed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.ours.num_experts])
+def test_blocks_of_a_family_compile_as_graphs_without_breaks(name: str) -> None:
+    family, batch = FAMILIES[name], make_batch()
+    eager, compiled = build(family.ours), build(family.ours)
+    compile_blocks(compiled.blocks.values(), backend="aot_eager")
+    for model in (eager, compiled):
+        model(batch).objective.backward()
+    torch._dynamo.reset()
+    for facts in decoder_table(family.ours).owned():
+        expected = eager.get_parameter(facts.name).grad
+        torch.testing.assert_close(compiled.get_parameter(facts.name).grad, expected, rtol=1e-4, atol=1e-5)
