@@ -87,7 +87,6 @@ CASES: dict[str, Case] = {
     "tensor 4, key heads on two ranks each, norm of all heads": (4, {"tensor": 4}, {"model": OLMO2}),
     "tensor 2 x context 2, gemma": (4, {"tensor": 2, "context": 2}, {"model": GEMMA}),
     "tensor 2 x context 2, gpt2": (4, {"tensor": 2, "context": 2}, {"model": GPT2}),
-    "tensor 2 without sequence, gpt2": (2, {"tensor": 2, "sequence": False}, {"model": GPT2}),
     "tensor 2, recomputed": (2, {"tensor": 2}, {"memory": {"recompute": "full"}, "model": {"dropout": 0.1}}),
     "tensor 2 x zero1 2, gpt2": (4, {"tensor": 2, "data": "zero1"}, {"model": GPT2}),
     "tensor 2 x fsdp 2, uneven batch": (
