@@ -69,9 +69,8 @@ def _recompute(config: Config) -> Iterator[Problem]:
 def _compile(config: Config) -> Iterator[Problem]:
     if not config.kernels.compile:
         return
-    p, schedule = config.parallel, config.parallel.pipeline_schedule
+    p = config.parallel
     collectives = "its collectives report to the heartbeat, which no graph can hold"
-    is_split = p.pipeline > 1 and schedule in SCHEDULES and SCHEDULES[schedule].is_split
     reasons = {
         "memory.recompute=selective: the compiler decides itself what a block recomputes; choose full or none": (
             config.memory.recompute is Recompute.selective
@@ -80,29 +79,55 @@ def _compile(config: Config) -> Iterator[Problem]:
             config.model.dropout > 0
         ),
         "a mixture of experts: how many tokens an expert gets is not known beforehand": config.model.num_experts > 0,
+        "precision.fp8: its layers are found by their weights, which no graph can do": (
+            config.precision.fp8 is not Fp8.none
+        ),
         f"parallel.tensor > 1: {collectives}": p.tensor > 1,
         f"parallel.context > 1: {collectives}": p.context > 1,
-        f"parallel.data={p.data.value}: it takes weight gradients from the queue only; choose ddp or zero1": (
-            p.data in (DataParallel.fsdp, DataParallel.hsdp)
-        ),
-        f"parallel.pipeline_schedule={schedule}: a compiled block forms all its gradients at once, so nothing can be "
-        "deferred; choose gpipe, 1f1b or interleaved": is_split,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            yield Problem("kernels.compile", "true", f"does not go with {reason}")
+    for reason in [r for r, holds in reasons.items() if holds] + _wants_queue(config):
+        yield Problem("kernels.compile", "true", f"does not go with {reason}")
 
 
 def _fp8(config: Config) -> Iterator[Problem]:
-    fp8 = config.precision.fp8
+    fp8, params, model = config.precision.fp8, config.precision.params, config.model
     if fp8 is Fp8.none:
         return
     field = "precision.fp8"
-    if config.precision.params is not ParamDtype.bfloat16:
-        message = (
-            f"multiplies bfloat16 weights, and precision.params={config.precision.params.value}; set it to bfloat16"
-        )
-        yield Problem(field, fp8.value, message)
+    if params is not ParamDtype.bfloat16:
+        yield Problem(field, fp8.value, f"multiplies bfloat16 weights, and precision.params={params.value}")
     if config.cluster.gpus_per_node == 0:
         message = "needs GPUs with float8 matrix units (compute capability 8.9 or more), and cluster.gpus_per_node=0"
         yield Problem(field, fp8.value, message)
+    width = model.head_dim or model.hidden_size // max(1, model.num_heads)
+    sizes = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_size": model.ffn_size,
+        "query features": model.num_heads * width,
+        "key features": model.num_kv_heads * width,
+        "tokens of a micro-batch": config.train.micro_batch * config.data.seq_len // max(1, config.parallel.context),
+    }
+    for name, size in sizes.items():
+        if size % 16:
+            yield Problem(field, fp8.value, f"multiplies in blocks of 16, and {name} are {size}; choose a multiple")
+    if config.parallel.tensor > 1:
+        message = "does not go with parallel.tensor > 1: layers cut over ranks multiply in bfloat16 only; set it to 1"
+        yield Problem(field, fp8.value, message)
+    for reason in _wants_queue(config):
+        yield Problem(field, fp8.value, f"does not go with {reason}")
+
+
+def _wants_queue(config: Config) -> list[str]:
+    """What needs weight gradients to come later than those of the input, or from the queue alone."""
+    p, schedule = config.parallel, config.parallel.pipeline_schedule
+    reasons = []
+    if p.data in (DataParallel.fsdp, DataParallel.hsdp):
+        reasons.append(
+            f"parallel.data={p.data.value}: it takes weight gradients from the queue only; choose ddp or zero1"
+        )
+    if p.pipeline > 1 and schedule in SCHEDULES and SCHEDULES[schedule].is_split:
+        reasons.append(
+            f"parallel.pipeline_schedule={schedule}: all gradients of a block are formed at once, so nothing can be "
+            "deferred; choose gpipe, 1f1b or interleaved"
+        )
+    return reasons

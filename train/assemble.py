@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..conf.schema import Config, ParamDtype
+from ..conf.schema import Config, Fp8, ParamDtype
 from ..conf.schema import DataParallel as Kind
 from ..kernels import Ops
 from .engine import Accumulation, Engine
@@ -58,10 +58,15 @@ def build_stages(
         config.model, ops, queue, grid, table, p.sequence, dtype, context_method=p.context_method, memory=config.memory
     )
     built = [Decoder(parts, stage) for stage in stages]
+    blocks = [block for stage in built for block in stage.blocks.values()]
+    if config.precision.fp8 is not Fp8.none:
+        from .float8 import use_float8  # loads torchao, and that the compiler
+
+        use_float8(blocks, config.precision.fp8, grid.device)
     if config.kernels.compile:
         from .compile import compile_blocks  # loads the compiler
 
-        compile_blocks(block for stage in built for block in stage.blocks.values())
+        compile_blocks(blocks)
     return built
 
 

@@ -65,11 +65,19 @@ class WeightGradients:
 
     Drains at once by default. With `is_deferred` the products wait until `drain`, which a schedule with a split
     backward pass calls where it would otherwise idle; inputs and output gradients stay alive until then.
+
+    product: (x [..., I], weight [O, I]) -> [..., O], by which `project` then multiplies instead of queueing anything:
+    autograd accumulates its gradients of weights, and the sink takes them in the hook that it has for all parameters.
     """
 
-    def __init__(self, sink: GradientSink | None = None, is_deferred: bool = False) -> None:
+    def __init__(
+        self,
+        sink: GradientSink | None = None,
+        is_deferred: bool = False,
+        product: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         self.sink: GradientSink = sink or GradAttribute()
-        self.is_deferred = is_deferred
+        self.is_deferred, self.product = is_deferred, product
         self._waiting: deque[tuple[Tensor, Contribution]] = deque()
 
     def push(self, weight: Tensor, add: Contribution) -> None:
@@ -131,10 +139,9 @@ def project(
     all tokens and this rank's features [T, O].
     """
     if axis is None or axis.size == 1:
-        if torch.compiler.is_compiling():
-            # A queue is an effect that no graph can hold: there autograd accumulates gradients of weights itself, and
-            # the sink takes them in the hook that it has for all parameters.
-            return _products(x, weights, biases)
+        if queue.product is not None or torch.compiler.is_compiling():
+            # A queue is an effect that no graph can hold.
+            return _products(x, weights, biases, queue.product or F.linear)
         return apply(_Project, x, queue, biases, *weights)
     return apply(_ColumnParallel, x, queue, axis, biases, *weights)
 
@@ -250,10 +257,17 @@ class _RowParallel(torch.autograd.Function):
         return dx_TI, None, None, None, None
 
 
-def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    if biases:
+def _products(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear,
+) -> tuple[Tensor, ...]:
+    if not biases:
+        return tuple(product(x, w) for w in weights)
+    if product is F.linear:
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
-    return tuple(F.linear(x, w) for w in weights)
+    return tuple(product(x, w) + b for w, b in zip(weights, biases, strict=True))
 
 
 def _push_biases(queue: WeightGradients, biases: Sequence[Tensor], grads: Iterable[Tensor]) -> None:

@@ -17,6 +17,13 @@ def problems(**fields: Any) -> dict[str, str]:
     return {p.field: f"{p.severity}: {p.message}" for p in memory_rules(config)}
 
 
+FP8: dict[str, Any] = {
+    "precision__fp8": Fp8.tensorwise,
+    "precision__params": ParamDtype.bfloat16,
+    "cluster__gpus_per_node": 1,
+}
+
+
 def test_the_defaults_have_none() -> None:
     assert problems() == {}
 
@@ -39,7 +46,10 @@ def test_the_defaults_have_none() -> None:
         ({"memory__recompute_every": 0}, "memory.recompute_every", "error: expected 1"),
         ({"memory__recompute_every": 2}, "memory.recompute_every", "warning: has no effect"),
         ({"precision__fp8": Fp8.rowwise, "precision__params": ParamDtype.bfloat16}, "precision.fp8", "needs GPUs"),
-        ({"precision__fp8": Fp8.rowwise, "cluster__gpus_per_node": 1}, "precision.fp8", "set it to bfloat16"),
+        ({"precision__fp8": Fp8.rowwise, "cluster__gpus_per_node": 1}, "precision.fp8", "precision.params=float32"),
+        ({**FP8, "model__ffn_size": 100}, "precision.fp8", "blocks of 16, and model.ffn_size are 100"),
+        ({**FP8, "parallel__tensor": 2}, "precision.fp8", "parallel.tensor > 1"),
+        ({**FP8, "parallel__data": DataParallel.hsdp}, "precision.fp8", "parallel.data=hsdp"),
     ],
 )
 def test_each_rule_says_why(fields: dict[str, Any], field: str, message: str) -> None:
@@ -54,6 +64,7 @@ def test_each_rule_says_why(fields: dict[str, Any], field: str, message: str) ->
         ({"memory__recompute": Recompute.selective}, "memory.recompute=selective"),
         ({"model__dropout": 0.1}, "model.dropout > 0"),
         ({"model__num_experts": 4}, "a mixture of experts"),
+        (FP8, "precision.fp8"),
         ({"parallel__tensor": 2}, "parallel.tensor > 1"),
         ({"parallel__context": 2}, "parallel.context > 1"),
         ({"parallel__data": DataParallel.fsdp}, "parallel.data=fsdp"),

@@ -52,9 +52,8 @@ def pass_through(model: Decoder, data: Batch) -> tuple[float, dict[str, Tensor]]
     ops, table = select(), decoder_table(CONFIG)
     share = DistributedDataParallel(model, table, single(), ops, 1 << 20)
     model.queue.sink = share.sink
-    share.begin_step()
-    for is_last in (False, True):
-        share.begin_micro_step(is_last)
+    share.begin_step(2)
+    for _ in range(2):
         sums = model(data, 0.01)
         sums.objective.backward()
         model.queue.drain()
