@@ -31,6 +31,8 @@ DEEPSEEK: Sections = {
 }
 # Rows that only fill up: 6 samples over 4 ranks with 2 per micro-batch.
 UNEVEN: Sections = MIXTRAL | {"train": {"global_batch": 6, "micro_batch": 2}}
+# Fewer experts than ranks that hold the same ones: each is cut.
+FEW: Sections = MIXTRAL | {"model": {"num_experts": 2, "expert_ffn_size": 48, "experts_per_token": 1}}
 
 CASES: dict[str, tuple[int, dict[str, Any], Sections]] = {
     "data 2, experts on every rank": (2, {}, MIXTRAL),
@@ -38,6 +40,10 @@ CASES: dict[str, tuple[int, dict[str, Any], Sections]] = {
     "expert 2 over tensor": (2, {"tensor": 2, "expert": 2}, MIXTRAL),
     "expert 2 over context": (2, {"context": 2, "expert": 2}, MIXTRAL),
     "expert 2 over data 4, padding": (4, {"expert": 2}, UNEVEN),
+    "expert 2 over data 4, zero1, padding": (4, {"expert": 2, "data": "zero1"}, UNEVEN),
+    "expert 2 over data 2 x tensor 2, fsdp": (4, {"tensor": 2, "expert": 2, "data": "fsdp"}, DEEPSEEK),
+    "data 4, zero1, experts cut": (4, {"data": "zero1"}, FEW),
+    "data 4, fsdp, experts cut": (4, {"data": "fsdp"}, FEW),
     "expert 4 over data 2 x tensor 2, bias, shared expert": (4, {"tensor": 2, "expert": 4}, DEEPSEEK),
 }
 

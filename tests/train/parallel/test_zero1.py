@@ -21,6 +21,8 @@ from torch import Tensor
 
 CONFIG = ModelConfig(vocab_size=61, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=35)
 
+EXPERTS = replace(CONFIG, num_experts=4, expert_ffn_size=32)
+
 
 class Spy(Communicator):
     """Pretends to be one of several ranks, and notes what is sent."""
@@ -52,7 +54,7 @@ class Spy(Communicator):
 
 def build(rank: int, size: int, config: ModelConfig = CONFIG, bucket_bytes: int = 8000) -> tuple[Decoder, Zero1, Spy]:
     ops, queue, spy = select(), WeightGradients(), Spy(rank, size)
-    grid: Grid = replace(single(), comms=single().comms | {"dense": spy})
+    grid: Grid = replace(single(), comms=single().comms | {"dense": spy, "expert_data": spy})
     model, table = whole_model(config, ops, queue), decoder_table(config)
     initialize(model, table, single(), seed=0)
     share = Zero1(model, table, grid, ops, bucket_bytes)
@@ -69,23 +71,34 @@ def backward(model: Decoder) -> None:
     forward(model).objective.backward()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
-def test_shards_are_boxes_that_fill_every_parameter_once(size: int) -> None:
-    plain, table = whole_model(CONFIG, select()), decoder_table(CONFIG)
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 100])
+def test_shards_are_boxes_that_fill_every_parameter_once(size: int, config: ModelConfig) -> None:
+    plain, table = whole_model(config, select()), decoder_table(config)
     initialize(plain, table, single(), seed=0)
     held = {f.name: torch.zeros(f.shape) for f in table.owned()}
     for rank in range(size):
-        _, share, _ = build(rank, size)
+        _, share, _ = build(rank, size, config)
         assert set(share.shards) == set(share.gradients)
         for name, shard in share.shards.items():
             box = share.box(name)
             assert tuple(shard.shape) == tuple(share.gradients[name].shape) == box.shape
-            assert box.shape[1:] == table[name].shape[1:]  # whole rows
+            assert box.shape[-1:] == table[name].shape[-1:] or len(box.shape) == 1  # whole rows
             region = box.slices_in(type(box).whole(table[name].shape))
             assert torch.equal(shard, plain.get_parameter(name)[region])
             held[name][region] += 1
     for name, count in held.items():
         assert torch.equal(count, torch.ones_like(count)), name
+
+
+def test_experts_fewer_than_ranks_are_cut_inside() -> None:
+    name = "blocks.0.ffn.experts.up"
+    boxes = [build(rank, 8, EXPERTS)[1].box(name) for rank in range(8)]
+    assert [(box.start, box.shape) for box in boxes[:3]] == [
+        ((0, 0, 0), (1, 16, 24)),
+        ((0, 16, 0), (1, 16, 24)),
+        ((1, 0, 0), (1, 16, 24)),
+    ]
 
 
 def test_ranks_hold_about_equally_much() -> None:
