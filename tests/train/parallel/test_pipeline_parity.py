@@ -13,6 +13,7 @@ from parity import configured
 # name -> (ranks, parallel, other sections)
 Case = tuple[int, dict[str, Any], dict[str, dict[str, Any]]]
 TIED = {"model": {"tied_embeddings": True}}
+EXPERTS = {"num_experts": 4, "dense_layers": 1}
 
 
 def pipeline(schedule: str, size: int = 2, **fields: Any) -> dict[str, Any]:
@@ -20,32 +21,44 @@ def pipeline(schedule: str, size: int = 2, **fields: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    "gpipe, as many layers as written": (2, pipeline("gpipe", pipeline_layers="1,3"), {}),
-    "1f1b, tied": (2, pipeline("1f1b"), TIED),
-    "interleaved": (2, pipeline("interleaved"), {}),
-    "interleaved_zb, tied, data 2": (4, pipeline("interleaved_zb"), {**TIED, "train": {"micro_batch": 1}}),
+    "1f1b, tied, layers as written": (2, pipeline("1f1b", pipeline_layers="1,3"), TIED),
     "zbv, tied, documents masked, uneven batch": (
         2,
         pipeline("zbv"),
-        {
-            **TIED,
-            "data": {"mask_documents": True, "reset_positions": True},
-            "train": {"global_batch": 5, "micro_batch": 2},
-        },
+        {**TIED, "data": {"mask_documents": True, "reset_positions": True}, "train": {"global_batch": 5}},
     ),
-    "dualpipev, zero1 over 2": (
+    "interleaved_zb, fsdp over 2, tied": (
         4,
-        pipeline("dualpipev", data="zero1"),
+        pipeline("interleaved_zb", data="fsdp"),
         {**TIED, "train": {"micro_batch": 1}},
     ),
-    "interleaved_zb, fsdp over 2": (4, pipeline("interleaved_zb", data="fsdp"), {"train": {"micro_batch": 1}}),
-    "zbv, tensor 2": (4, pipeline("zbv", tensor=2), {}),
+    "dualpipev, zero1 and experts over 2": (
+        4,
+        pipeline("dualpipev", data="zero1", expert=2),
+        {"model": EXPERTS, "train": {"micro_batch": 1}},
+    ),
+}
+
+# Run by `make test-all` only.
+MORE: dict[str, Case] = {
+    "gpipe, other micro-batches than stages": (2, pipeline("gpipe"), {"train": {"global_batch": 6}}),
     "1f1b on 4": (4, pipeline("1f1b", 4), {}),
+    "interleaved on 4": (4, pipeline("interleaved", 4), {"model": {"num_layers": 9}, "train": {"micro_batch": 1}}),
+    "interleaved, experts": (2, pipeline("interleaved"), {"model": {**EXPERTS, "balance": "bias"}}),
+    "interleaved_zb, tied, ddp over 2": (4, pipeline("interleaved_zb"), {**TIED, "train": {"micro_batch": 1}}),
+    "zbv on 4, tied": (4, pipeline("zbv", 4), {"model": {"tied_embeddings": True, "num_layers": 8}}),
+    "zbv, tensor 2": (4, pipeline("zbv", tensor=2), {}),
     "zbv, everything recomputed, dropout": (
         2,
         pipeline("zbv"),
         {"memory": {"recompute": "full"}, "model": {"dropout": 0.1}},
     ),
+    "zbv, hsdp over 2 x 2, tied": (
+        8,
+        pipeline("zbv", data="hsdp", data_shard=2),
+        {**TIED, "train": {"micro_batch": 1}},
+    ),
+    "dualpipev on 4": (4, pipeline("dualpipev", 4), {"model": {"num_layers": 8}, "train": {"micro_batch": 1}}),
 }
 
 
@@ -62,9 +75,9 @@ def alone(tiny_data: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_a_pipeline_computes_what_one_process_computes(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
-    world, layout, other = CASES[name]
+    world, layout, other = (CASES | MORE)[name]
     found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
     parity.assert_same(found, alone(other))
 
