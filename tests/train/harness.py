@@ -12,6 +12,7 @@ import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -185,21 +186,26 @@ def _serve() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     from torch.distributed import TCPStore
 
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     pipes: dict[int, int] = {}
     pids: list[int] = []
+    port_read, port_write = os.pipe()
     for rank in range(request["size"]):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            _rank(request, rank, store.port, write)
+            _rank(request, rank, port_read, write)
         os.close(write)
         pids.append(pid)
         pipes[read] = rank
+    # Only now: the store has threads, and a fork beside a thread at work may inherit a lock that nobody opens.
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    os.write(port_write, struct.pack("=i", store.port) * request["size"])
     try:
         return _collect(request, pipes)
     finally:
+        os.close(port_read)
+        os.close(port_write)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)  # ended ones are zombies until the next line, so the number is still theirs
             os.waitpid(pid, 0)
@@ -230,10 +236,11 @@ def _collect(request: dict[str, Any], pipes: dict[int, int]) -> dict[str, Any]:
     return {"results": [results[r] for r in sorted(results)]}
 
 
-def _rank(request: dict[str, Any], rank: int, port: int, write: int) -> None:
+def _rank(request: dict[str, Any], rank: int, port_read: int, write: int) -> None:
     """In the fork; never returns."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     try:
+        (port,) = struct.unpack("=i", os.read(port_read, 4))
         import torch
         from stoker.train.grid import Membership
 
