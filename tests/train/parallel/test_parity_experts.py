@@ -41,22 +41,23 @@ CASES: dict[str, tuple[int, dict[str, Any], Sections]] = {
     "expert 2 over tensor": (2, {"tensor": 2, "expert": 2}, MIXTRAL),
     "expert 2 over context": (2, {"context": 2, "expert": 2}, MIXTRAL),
     "expert 2 over data 4, padding": (4, {"expert": 2}, UNEVEN),
-    "expert 2 over data 4, zero1, padding": (4, {"expert": 2, "data": "zero1"}, UNEVEN),
-    "expert 2 over data 2 x tensor 2, fsdp": (4, {"tensor": 2, "expert": 2, "data": "fsdp"}, DEEPSEEK),
-    "data 4, zero1, experts cut": (4, {"data": "zero1"}, FEW),
     "data 4, fsdp, experts cut": (4, {"data": "fsdp"}, FEW),
+    "data 4, zero1, experts cut, muon": (4, {"data": "zero1"}, {**FEW, "optim": {"kind": "muon"}}),
     "expert 4 over data 2 x tensor 2, bias, shared expert": (4, {"tensor": 2, "expert": 4}, DEEPSEEK),
     "pipeline 2, split backward": (2, {"pipeline": 2, "pipeline_schedule": "zbv"}, DEEPSEEK),
 }
+# Run by `make test-all` only.
 FULL: dict[str, tuple[int, dict[str, Any], Sections]] = {
     "zero1 2, expert 2": (2, {"data": "zero1", "expert": 2}, MIXTRAL),
     "pipeline 2 x expert 2 over tensor": (4, {"pipeline": 2, "tensor": 2, "expert": 2}, MIXTRAL),
     "pipeline 2 x expert 2 over data": (4, {"pipeline": 2, "expert": 2}, DEEPSEEK),
     "fsdp 4, expert 2": (4, {"data": "fsdp", "expert": 2}, DEEPSEEK),
     "expert 2 over data 4, zero1, padding": (4, {"data": "zero1", "expert": 2}, UNEVEN),
+    "expert 2 over data 2 x tensor 2, fsdp": (4, {"tensor": 2, "expert": 2, "data": "fsdp"}, DEEPSEEK),
+    "data 4, fsdp, experts cut, muon": (4, {"data": "fsdp"}, {**FEW, "optim": {"kind": "muon"}}),
+    "hsdp 2 x 2, experts, muon": (4, {"data": "hsdp", "data_shard": 2}, {**FEW, "optim": {"kind": "muon"}}),
     "expert 4 over context 2 x tensor 2": (4, {"context": 2, "tensor": 2, "expert": 4}, DEEPSEEK),
 }
-
 
 Result = tuple[parity.Run, list[dict[str, Any]]]  # with the lines of metrics
 
