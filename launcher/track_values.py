@@ -12,7 +12,8 @@ from ..conf.secret_names import is_secret, secrets_in
 from .run.layout import RunDir
 from .track_feed import Record, Row
 
-_CAN_BE_NAN = {"loss", "grad_norm", "eval_loss"}  # null in the metrics means: not finite
+# Null in the metrics means: not finite.
+_CAN_BE_NAN = {"loss", "grad_norm", "eval_loss", "auxiliary_loss", "highest_load", "lowest_load"}
 _NOT_VALUES = {"step", "time", "attempt", "generation"}
 _HIDDEN = "(not sent)"
 

@@ -97,6 +97,10 @@ def test_flops_count_what_a_family_multiplies_with() -> None:
     gpt2.positions, gpt2.max_positions = Positions.learned, 16
     # No gate: 32 weights less per layer. Biases, norms and looked-up positions multiply nothing.
     assert flops_per_token(gpt2, decoder_table(gpt2), 16) == plain - 6 * 2 * 32
+    experts = replace(config, num_experts=6, experts_per_token=2, expert_ffn_size=5, shared_expert_ffn_size=3)
+    experts.dense_layers = 1
+    # In the second layer two experts of 3 x 20 weights, the shared one of 3 x 12, a router of 24; not the dense 96.
+    assert flops_per_token(experts, decoder_table(experts), 16) == pytest.approx(plain + 6 * (2 * 60 + 36 + 24 - 96))
 
 
 @pytest.mark.parametrize(
