@@ -37,6 +37,12 @@ MORE: dict[str, Case] = {
     ),
     "experts 4 over zero1 4": (4, {"data": "zero1", "expert": 4}, EXPERTS),
     "experts 2 over fsdp 4": (4, {"data": "fsdp", "expert": 2}, EXPERTS),
+    "pipeline 2 by interleaved_zb, every second layer recomputed": (
+        2,
+        {"pipeline": 2, "pipeline_schedule": "interleaved_zb"},
+        MUON | {"memory": {"recompute": "full", "recompute_every": 2}, "model": {"dropout": 0.1}},
+    ),
+    "fsdp 2, selectively recomputed": (2, {"data": "fsdp"}, MUON | {"memory": {"recompute": "selective"}}),
 }
 
 
@@ -46,3 +52,15 @@ def test_a_layout_computes_what_one_process_computes(run_ranks: Any, tiny_data: 
     expected = parity.run(None, configured(tiny_data, **other))
     found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
     parity.assert_same(found, expected)
+
+
+@pytest.mark.full
+def test_compiled_blocks_fill_the_buckets_of_zero1(run_ranks: Any, tiny_data: Path) -> None:
+    """Gradients that autograd accumulates reach the sink by its hook, over several micro-steps."""
+    other: dict[str, dict[str, Any]] = {
+        "train": {"micro_batch": 2, "eval_interval": 0},
+        "data": {"validation_tokens": 0},
+    }
+    expected = parity.run(None, configured(tiny_data, **other))
+    compiled = configured(tiny_data, **other, parallel={"data": "zero1"}, kernels={"compile": True})
+    parity.assert_same(parity.run(run_ranks, compiled, 2), expected)
