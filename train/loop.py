@@ -44,6 +44,7 @@ from .linear import WeightGradients
 from .metrics import Clock, RoutingFigures, StepLog, StepMetrics, append
 from .model import DropoutKey
 from .parallel.context import cut_rows
+from .parallel.stages import describe
 from .profile import StepProfile
 from .progress import Progress, Totals
 from .routing import Routing
@@ -168,6 +169,8 @@ class Trainer:
                 f"{self._numel:,} parameters in {param_dtype(self.config)}, {self.grid.data.size} data-parallel ranks, "
                 f"{self.data.train.micro_steps} micro-steps per step, from step {self.progress.step}"
             )
+            if self.grid.pipeline.size > 1:
+                print(describe(self.config))
             for choice in self.ops.choices:
                 print(choice)
 

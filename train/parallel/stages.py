@@ -64,6 +64,13 @@ def local_specs(config: Config, rank: int) -> list[StageSpec]:
     return [specs[i] for i in stages_of_rank(rank, config.parallel)]
 
 
+def describe(config: Config) -> str:
+    """The pipeline, in a line for people."""
+    p = config.parallel
+    layers = ", ".join(str(len(spec.layers)) for spec in stage_specs(config))
+    return f"pipeline {p.pipeline_schedule} over {p.pipeline} ranks, layers of the stages: {layers}"
+
+
 def _written(parallel: ParallelConfig) -> list[range] | None:
     if parallel.pipeline == 1 or parallel.pipeline_layers is None:
         return None

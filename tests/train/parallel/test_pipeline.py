@@ -215,12 +215,12 @@ def test_every_schedule_on_four_ranks_has_the_gradients_of_one_process(run_ranks
 
 
 def test_tied_embeddings_get_the_gradients_of_both_ends(run_ranks: Any) -> None:
-    cases = [case(schedule, 5, 4, tied=True) for schedule in ("1f1b", "interleaved_zb", "zbv", "dualpipev")]
+    cases = [case(schedule, 5, 4, tied=True) for schedule in ("1f1b", "dualpipev")]
     check(run_ranks(2, _cases, cases=cases, timeout=200), cases)
 
 
 def test_wide_gradients_of_narrow_weights_have_the_bits_of_one_process(run_ranks: Any) -> None:
-    cases = [case(schedule, 5, 4, dtype="bfloat16") for schedule in SCHEDULES]
+    cases = [case(schedule, 5, 4, dtype="bfloat16") for schedule in ("1f1b", "interleaved_zb", "zbv")]
     check(run_ranks(2, _cases, cases=cases, timeout=200), cases, limit=0.0)
 
 

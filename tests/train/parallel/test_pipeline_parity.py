@@ -53,11 +53,7 @@ MORE: dict[str, Case] = {
         pipeline("zbv"),
         {"memory": {"recompute": "full"}, "model": {"dropout": 0.1}},
     ),
-    "zbv, hsdp over 2 x 2, tied": (
-        8,
-        pipeline("zbv", data="hsdp", data_shard=2),
-        {**TIED, "train": {"micro_batch": 1}},
-    ),
+    "zbv, hsdp over 2 x 2": (8, pipeline("zbv", data="hsdp", data_shard=2), {"train": {"micro_batch": 1}}),
     "dualpipev on 4": (4, pipeline("dualpipev", 4), {"model": {"num_layers": 8}, "train": {"micro_batch": 1}}),
 }
 

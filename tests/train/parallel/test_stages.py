@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 from stoker.conf.schema import Config, ParallelConfig
-from stoker.train.parallel.stages import StageSpec, balance, local_specs, stage_specs, stages_of_rank
+from stoker.train.parallel.stages import (
+    StageSpec,
+    balance,
+    describe,
+    layer_costs,
+    local_specs,
+    stage_specs,
+    stages_of_rank,
+)
 
 
 def sizes(slices: list[range]) -> list[int]:
@@ -83,3 +91,25 @@ def test_fewer_layers_than_stages() -> None:
     assert sizes(balance([1] * 4, 0, 9, 4)) == [1, 1, 1, 1]
     with pytest.raises(ValueError, match="3 layers cannot fill 4 pipeline stages"):
         balance([1] * 3, 0, 0, 4)
+
+
+def test_a_line_for_people() -> None:
+    config = Config()
+    config.model.num_layers, config.parallel.pipeline, config.parallel.pipeline_layers = 8, 2, "6,2"
+    assert describe(config) == "pipeline 1f1b over 2 ranks, layers of the stages: 6, 2"
+
+
+def test_costs_see_windows_experts_and_gates() -> None:
+    config = Config()
+    config.model.num_layers, config.model.hidden_size, config.model.num_heads = 3, 8, 2
+    config.model.num_kv_heads, config.model.ffn_size, config.data.seq_len = 1, 10, 100
+    attention, scores = 2 * 8 * 4 * 3, 2 * 2 * 4
+    assert layer_costs(config)[0] == [attention + scores * 100 + 3 * 8 * 10] * 3
+    config.model.sliding_window, config.model.global_every = 7, 2
+    config.model.num_experts, config.model.experts_per_token, config.model.expert_ffn_size = 16, 2, 5
+    config.model.shared_expert_ffn_size, config.model.dense_layers = 4, 1
+    assert layer_costs(config)[0] == [
+        attention + scores * 7 + 3 * 8 * 10,
+        attention + scores * 100 + 16 * 8 + 3 * 8 * 14,
+        attention + scores * 7 + 16 * 8 + 3 * 8 * 14,
+    ]
