@@ -8,12 +8,14 @@ import pytest
 import torch
 from stoker.conf.schema import Config, ModelConfig, OptimConfig, OptimizerKind, PrecisionConfig
 from stoker.kernels import select
+from stoker.train.box import Box
 from stoker.train.grid import single
 from stoker.train.init import initialize
 from stoker.train.model import Decoder, whole_model
+from stoker.train.optim.adamw import AdamW
 from stoker.train.optim.build import optimizer_of
-from stoker.train.optim.weights import Group, Optimizer, groups
-from stoker.train.params import decoder_table
+from stoker.train.optim.weights import Group, Optimizer, Weights, groups
+from stoker.train.params import ParamFacts, Role, decoder_table
 from torch import Tensor
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24)
@@ -115,3 +117,23 @@ def test_a_factor_slows_only_its_role() -> None:
         optimizer.step(random_gradients(model, 1), 1e-2, 1, 1.0)
     torch.testing.assert_close(4 * (slowed.embedding - before), plain.embedding - before, rtol=1e-4, atol=1e-7)
     assert torch.equal(slowed.norm, plain.norm)
+
+
+def test_random_rounding_gives_the_same_bits_however_weights_are_cut() -> None:
+    """Rows as by ZeRO, columns as by a row-parallel layer, against the whole."""
+    facts = [ParamFacts("w", (12, 20), Role.MATRIX, 0.02)]
+    config = Config(precision=PrecisionConfig(stochastic_rounding=True), seed=4)
+    start, gradients = torch.randn(12, 20).bfloat16(), torch.randn(3, 12, 20)
+
+    def updated(box: Box) -> Tensor:
+        place = box.slices_in(Box.whole((12, 20)))
+        shard = start[place].clone()
+        optimizer = AdamW(Weights.of({"w": shard}, {"w": box}, facts, config), OptimConfig(), select())
+        for update, gradient in enumerate(gradients, 1):
+            optimizer.step({"w": gradient[place].clone()}, 1e-3, update, 1.0)
+        return shard
+
+    whole = updated(Box.whole((12, 20)))
+    for box in (Box((5, 0), (7, 20)), Box((0, 3), (12, 9))):
+        assert torch.equal(updated(box), whole[box.slices_in(Box.whole((12, 20)))])
+    assert not torch.equal(whole, start)
