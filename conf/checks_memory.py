@@ -70,7 +70,6 @@ def _compile(config: Config) -> Iterator[Problem]:
     if not config.kernels.compile:
         return
     p = config.parallel
-    collectives = "its collectives report to the heartbeat, which no graph can hold"
     reasons = {
         "memory.recompute=selective: the compiler decides itself what a block recomputes; choose full or none": (
             config.memory.recompute is Recompute.selective
@@ -82,8 +81,7 @@ def _compile(config: Config) -> Iterator[Problem]:
         "precision.fp8: its layers are found by their weights, which no graph can do": (
             config.precision.fp8 is not Fp8.none
         ),
-        f"parallel.tensor > 1: {collectives}": p.tensor > 1,
-        f"parallel.context > 1: {collectives}": p.context > 1,
+        "parallel.context > 1: its exchanges report to the heartbeat, which no graph can hold": p.context > 1,
     }
     for reason in [r for r, holds in reasons.items() if holds] + _wants_queue(config):
         yield Problem("kernels.compile", "true", f"does not go with {reason}")

@@ -19,6 +19,10 @@ import torch.distributed as dist
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# What a compiled graph holds in their place: the same collectives without a handle, an error or a heartbeat of ours.
+_traced = torch.ops._c10d_functional
+_SUM = dist.ReduceOp.SUM
+
 
 class PeerLostError(Exception):
     """A collective failed because another rank is gone (or the fabric to it). The state of the step is void."""
@@ -68,10 +72,13 @@ class Communicator:
         on_collective: Callable[[], None] = lambda: None,
     ) -> None:
         self.group, self.rank, self.size, self.device = group, rank, size, device
+        self._name = "" if group is None else group.group_name
         self._on_collective = on_collective
 
-    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = _SUM) -> torch.Tensor:
         """In place; the result is bitwise the same on all ranks. Raises PeerLostError."""
+        if op is _SUM and self.size > 1 and torch.compiler.is_compiling():
+            return _traced.wait_tensor(_traced.all_reduce(tensor, "sum", self._name))
         self.all_reduce_async(tensor, op).wait()
         return tensor
 
@@ -84,6 +91,8 @@ class Communicator:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[n, ...] of each rank, one after another: [size * n, ...]. Raises PeerLostError."""
+        if self.size > 1 and torch.compiler.is_compiling():
+            return _traced.wait_tensor(_traced.all_gather_into_tensor(tensor.contiguous(), self.size, self._name))
         gathered, work = self.all_gather_async(tensor)
         work.wait()
         return gathered
@@ -103,6 +112,8 @@ class Communicator:
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of [size * n, ...]; this rank's n rows of it. Raises PeerLostError."""
+        if self.size > 1 and torch.compiler.is_compiling():
+            return _traced.wait_tensor(_traced.reduce_scatter_tensor(tensor.contiguous(), "sum", self.size, self._name))
         scattered, work = self.reduce_scatter_async(tensor)
         work.wait()
         return scattered

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.numerics import apply
-from .parallel.tensor import Gathered, TensorAxis
+from .parallel.tensor import Gathered, TensorAxis, enter, leave
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -138,10 +138,13 @@ def project(
     axis: weights and biases are this rank's rows (column parallel); x is the residual stream [R, I], the results have
     all tokens and this rank's features [T, O].
     """
+    if torch.compiler.is_compiling():
+        # A queue is an effect that no graph can hold: there autograd accumulates gradients of weights itself, and the
+        # sink takes them in the hook that it has for all parameters.
+        return _products(x if axis is None else enter(x, axis), weights, biases)
     if axis is None or axis.size == 1:
-        if queue.product is not None or torch.compiler.is_compiling():
-            # A queue is an effect that no graph can hold.
-            return _products(x, weights, biases, queue.product or F.linear)
+        if queue.product is not None:
+            return _products(x, weights, biases, queue.product)
         return apply(_Project, x, queue, biases, *weights)
     return apply(_ColumnParallel, x, queue, axis, biases, *weights)
 
@@ -162,6 +165,9 @@ def reduce_linear(
     """
     if axis is None or axis.size == 1:
         return project(x, (weight,), queue, biases=() if bias is None else (bias,))[0]
+    if torch.compiler.is_compiling():
+        y = leave(F.linear(x, weight), axis)
+        return y if bias is None else y + bias
     return apply(_RowParallel, x, weight, queue, axis, bias)
 
 

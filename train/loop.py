@@ -31,6 +31,7 @@ from .assemble import (
     stages_of,
     table_of,
 )
+from .comm import lost_peers
 from .context import RunContext
 from .data.build import DataSpec, TrainingData, build_data
 from .data.dataset import Batch
@@ -193,7 +194,8 @@ class Trainer:
         micro_steps = self.data.train.micro_steps
         self.data_parallel.begin_step(micro_steps)
         self.routing.begin_step()
-        totals = self.engine.forward_backward(self._next_batch, micro_steps, self._scale, dropout)
+        with lost_peers():  # collectives in compiled graphs have no other place where their errors are told
+            totals = self.engine.forward_backward(self._next_batch, micro_steps, self._scale, dropout)
         with self.clock.measure("communication"):
             self.data_parallel.finish()
         with self.clock.measure("optimizer"):

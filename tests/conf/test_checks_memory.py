@@ -65,7 +65,6 @@ def test_each_rule_says_why(fields: dict[str, Any], field: str, message: str) ->
         ({"model__dropout": 0.1}, "model.dropout > 0"),
         ({"model__num_experts": 4}, "a mixture of experts"),
         (FP8, "precision.fp8"),
-        ({"parallel__tensor": 2}, "parallel.tensor > 1"),
         ({"parallel__context": 2}, "parallel.context > 1"),
         ({"parallel__data": DataParallel.fsdp}, "parallel.data=fsdp"),
         ({"parallel__pipeline": 2, "parallel__pipeline_schedule": "zbv"}, "parallel.pipeline_schedule=zbv"),

@@ -1,16 +1,21 @@
 """The tensor axis: ranks that share each layer, and how tokens move between them.
 
 Owns: the two forms of the residual stream (every rank holds all tokens, or its rows of them: sequence parallelism,
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) and the collectives between them. Has no derivatives of its
-own: the layers of linear.py and vocabulary.py use these in both directions.
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2) and the collectives between them. The layers of linear.py and
+vocabulary.py use these in both directions, with derivatives of their own; a compiled graph has `enter` and `leave`.
 
 Shapes: T tokens of a micro-batch, R tokens of the residual stream on this rank (T, or T / size), D features.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...kernels.numerics import apply
 from ..comm import Communicator, Work
 
 
@@ -71,3 +76,41 @@ class Gathered:
         self._work.wait()
         assert self._all_TD is not None
         return self._all_TD
+
+
+def enter(x_RD: Tensor, axis: TensorAxis) -> Tensor:
+    """All tokens [T, D] of the residual stream, for a layer that forms part of the features: its gradients are parts of
+    a sum. On an axis of one rank x itself."""
+    y_TD: Tensor = x_RD if axis.size == 1 else apply(_Enter, x_RD, axis)
+    return y_TD
+
+
+def leave(x_TD: Tensor, axis: TensorAxis) -> Tensor:
+    """The sum of what the ranks hold, as the residual stream [R, D]."""
+    y_RD: Tensor = apply(_Leave, x_TD, axis)
+    return y_RD
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return axis.comm.all_gather(x_RD) if axis.cuts_tokens else x_RD.view_as(x_RD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        comm = ctx.axis.comm
+        return comm.reduce_scatter(grad_TD) if ctx.axis.cuts_tokens else comm.all_reduce(grad_TD.clone()), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return axis.comm.reduce_scatter(x_TD) if axis.cuts_tokens else axis.comm.all_reduce(x_TD.clone())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.comm.all_gather(grad_RD) if ctx.axis.cuts_tokens else grad_RD, None
