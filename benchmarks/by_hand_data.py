@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bare import LR, MODEL, BareModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from trainer import LR, MODEL, BareModel
 
 Samples = Callable[[], "np.ndarray[Any, Any]"]
 

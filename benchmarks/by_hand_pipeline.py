@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bare import BATCH, LENGTH, BareBlock
 from stoker.conf.schema import ModelConfig
 from stoker.train.parallel.stages import StageSpec
 from torch import Tensor, nn
-from trainer import BATCH, LENGTH, BareBlock
 
 MICRO = 4
 

@@ -27,23 +27,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bare import BATCH, LENGTH, LR, MODEL, initial_weights, rotate
 from by_hand_data import DdpLoop, Zero1Loop
 from by_hand_pipeline import MICRO, PipelineLoop
+from measuring import Times, machine, measure, median_ms, ratio
 from stoker.conf.layout import Layout
 from stoker.conf.schema import Config, DataParallel, ModelConfig
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.files import write_json
 from stoker.launcher.run.layout import RunDir
 from stoker.train.context import RunContext
-from stoker.train.data.indexed_writer import IndexWriter
 from stoker.train.grid import Grid, Membership, form
-from stoker.train.init import initial_value
 from stoker.train.loop import Trainer
 from stoker.train.parallel.stages import stage_specs
-from stoker.train.params import decoder_table
 from stoker.train.pulse import Pulse
 from torch import Tensor, nn
-from trainer import BATCH, LENGTH, LR, MODEL, Times, machine, measure, median_ms, our_config, ratio, rotate
+from trainer import our_config, windows, write_data
 
 RANKS = 2
 Samples = Callable[[], "np.ndarray[Any, Any]"]
@@ -207,8 +206,8 @@ def clip(model: nn.Module, norm: Tensor) -> None:
 
 
 def load(model: nn.Module, part: Callable[[str, Tensor], Tensor]) -> None:
-    """Our initial weights, by the hand-written models' names."""
-    whole = {theirs(f.name): initial_value(f, Config().seed) for f in decoder_table(MODEL)}
+    """Our initial weights."""
+    whole = initial_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(part(name, whole[name]))
@@ -216,15 +215,6 @@ def load(model: nn.Module, part: Callable[[str, Tensor], Tensor]) -> None:
 
 def load_all(model: nn.Module) -> None:
     load(model, lambda _, whole: whole)
-
-
-def theirs(name: str) -> str:
-    if not name.startswith("blocks."):
-        return name if name == "norm" else f"{name}.weight"
-    _, layer, part, leaf = name.split(".")
-    if leaf == "norm":
-        return f"blocks.{layer}.{'norm1' if part == 'attention' else 'norm2'}"
-    return f"blocks.{layer}.{leaf}.weight"
 
 
 def pipeline_loop(rank: int, samples: Samples) -> PipelineLoop:
@@ -287,7 +277,7 @@ def rank_main(rank: int, port: int, name: str, prefix: Path, scratch: Path, roun
         ours = built(scratch / "run", config, grid)
         steps: dict[str, Step] = {"ours": lambda: ours.step()}
         for other in ("by hand", "by hand again"):
-            steps[other] = case.by_hand(rank, samples_of(ours, prefix, rounds + warmup)).step
+            steps[other] = case.by_hand(rank, windows(ours, prefix, rounds + warmup)).step
         times = measure(steps, rounds, warmup)
     if rank == 0:
         lines = ours.context.attempt.metrics(1).read_text().splitlines()
@@ -307,22 +297,11 @@ def built(run: Path, config: Config, grid: Grid) -> Trainer:
     return Trainer.build(config, grid, context)
 
 
-def samples_of(trainer: Trainer, prefix: Path, steps: int) -> Samples:
-    """The windows that our trainer reads, by a plain memory map."""
-    assert trainer.data is not None
-    order = trainer.data.train.dataset.sources[0].order
-    tokens = np.memmap(f"{prefix}.bin", np.uint16, mode="r")
-    windows = iter([order.take(np.arange(i * BATCH, (i + 1) * BATCH)) for i in range(steps)])
-    return lambda: np.stack([tokens[w * LENGTH : w * LENGTH + LENGTH + 1] for w in next(windows)])
-
-
 def compare(name: str, rounds: int, warmup: int) -> str:
     """Run a case on forked ranks (nothing of torch has run before), and put the result in words."""
     with tempfile.TemporaryDirectory() as directory:
         scratch, prefix = Path(directory), Path(directory) / "data"
-        with IndexWriter(prefix, np.uint16) as writer:
-            for seed in range(200):
-                writer.add(np.random.default_rng(seed).zipf(1.2, 10_000) % MODEL.vocab_size)
+        write_data(prefix)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         fork = multiprocessing.get_context("fork")
         arguments = (store.port, name, prefix, scratch, rounds, warmup)

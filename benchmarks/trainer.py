@@ -1,10 +1,10 @@
 """Our training step against a bare PyTorch loop of the same model, step by step in one process, on one CPU thread.
 
-    python benchmarks/trainer.py [--rounds 30] [--report benchmarks/trainer-2026-11-30.md]
+    python benchmarks/trainer.py [CASE ...] [--rounds 30] [--report benchmarks/trainer-2026-11-30.md]
 
-The bare loop is what a good engineer writes for one job: torch's own fused pieces, no accumulation, no checkpoints, no
-metrics beyond the loss. It runs twice, as two models: bare against bare is the noise of the comparison. Each round runs
-one step of all three, in an order that changes. Both train on the same samples, and the losses must agree.
+The bare loop (bare.py) runs twice, as two models: bare against bare is the noise of the comparison. Each round runs one
+step of everything in an order that changes. All train on the same samples, and the losses must agree. Each case has a
+process of its own; so has each measurement of memory. Python's share of a step: overhead.py.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ import contextlib
 import io
 import json
 import os
-import platform
-import resource
-import statistics
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from stoker.conf.schema import Config, DataSource, ModelConfig
+from bare import BATCH, LENGTH, LR, MODEL, BareLoop, initial_weights
+from measuring import Times, machine, measure, median_ms, ratio
+from stoker.conf.schema import Config, DataSource, ModelConfig, ParamDtype
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.files import write_json
 from stoker.launcher.run.layout import RunDir
@@ -37,96 +35,36 @@ from stoker.train.context import RunContext
 from stoker.train.data.indexed_writer import IndexWriter
 from stoker.train.grid import single
 from stoker.train.loop import Trainer
-from stoker.train.params import decoder_table
+from stoker.train.parallel.ddp import DistributedDataParallel
+from stoker.train.plan.live import LiveBytes
 from stoker.train.pulse import Pulse
-from torch import Tensor, nn
-
-MODEL = ModelConfig(
-    vocab_size=8192, hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_size=768, tied_embeddings=False
-)
-BATCH, LENGTH, LR = 8, 256, 3e-4
+from torch import Tensor
 
 
-# ---- the bare loop
+@dataclass(frozen=True)
+class Case:
+    title: str
+    params: ParamDtype
+    against: dict[str, str]  # variant of the bare loop -> its precision; the first is what ours is held against
+    is_compiled: bool = False
 
 
-class BareBlock(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        width = c.hidden_size // c.num_heads
-        self.heads, self.kv_heads, self.width, self.eps = c.num_heads, c.num_kv_heads, width, c.norm_eps
-        self.norm1, self.norm2 = (nn.Parameter(torch.ones(c.hidden_size)) for _ in range(2))
-        self.wq = nn.Linear(c.hidden_size, c.num_heads * width, bias=False)
-        self.wk = nn.Linear(c.hidden_size, c.num_kv_heads * width, bias=False)
-        self.wv = nn.Linear(c.hidden_size, c.num_kv_heads * width, bias=False)
-        self.wo = nn.Linear(c.num_heads * width, c.hidden_size, bias=False)
-        self.gate = nn.Linear(c.hidden_size, c.ffn_size, bias=False)
-        self.up = nn.Linear(c.hidden_size, c.ffn_size, bias=False)
-        self.down = nn.Linear(c.ffn_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        n, s, d = x.shape
-        h = F.rms_norm(x, (d,), self.norm1, self.eps)
-        q = rotate(self.wq(h).view(n, s, self.heads, self.width).transpose(1, 2), cos, sin)
-        k = rotate(self.wk(h).view(n, s, self.kv_heads, self.width).transpose(1, 2), cos, sin)
-        v = self.wv(h).view(n, s, self.kv_heads, self.width).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.wo(out.transpose(1, 2).reshape(n, s, -1))
-        h = F.rms_norm(x, (d,), self.norm2, self.eps)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+FLOAT32 = {"bare": "float32", "bare again": "float32"}
+# Both ways in which such loops use bfloat16; the one with masters is what ours does.
+BFLOAT16 = {"bare": "masters", "bare again": "masters", "bare, autocast": "autocast"}
+CASES = {
+    "float32": Case("float32, eager", ParamDtype.float32, FLOAT32),
+    "bfloat16": Case("bfloat16 with float32 masters, eager", ParamDtype.bfloat16, BFLOAT16),
+    "float32-compiled": Case("float32, blocks compiled", ParamDtype.float32, FLOAT32, True),
+    "bfloat16-compiled": Case("bfloat16 with float32 masters, blocks compiled", ParamDtype.bfloat16, BFLOAT16, True),
+}
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
+# ---- both sides
 
 
-class BareModel(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.blocks = nn.ModuleList(BareBlock(c) for _ in range(c.num_layers))
-        self.norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        self.eps = c.norm_eps
-        width = c.hidden_size // c.num_heads
-        angle = torch.outer(torch.arange(LENGTH), c.rope_theta ** -(torch.arange(0, width, 2) / width))
-        self.register_buffer("cos", torch.cat((angle.cos(), angle.cos()), -1))
-        self.register_buffer("sin", torch.cat((angle.sin(), angle.sin()), -1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.head(F.rms_norm(x, x.shape[-1:], self.norm, self.eps))
-
-
-class BareLoop:
-    def __init__(self, initial: dict[str, Tensor], samples: Callable[[], np.ndarray]) -> None:
-        self.model, self.samples = BareModel(MODEL), samples
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(initial[name])
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
-        )
-
-    def step(self) -> float:
-        rows = torch.from_numpy(self.samples().astype(np.int64))
-        logits = self.model(rows[:, :-1])
-        loss = F.cross_entropy(logits.view(-1, MODEL.vocab_size), rows[:, 1:].reshape(-1))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
-
-
-# ---- ours
-
-
-def our_config(prefix: Path, steps: int) -> Config:
-    config = Config(model=MODEL)
+def our_config(prefix: Path, steps: int, model: ModelConfig = MODEL) -> Config:
+    config = Config(model=model)
     config.data = replace(config.data, sources=[DataSource(str(prefix))], seq_len=LENGTH)
     config.train = replace(config.train, steps=steps, global_batch=BATCH, micro_batch=BATCH)
     # One rate and no decay, so that both sides do the same arithmetic and the losses can be compared.
@@ -143,138 +81,193 @@ def our_trainer(run: Path, config: Config) -> Trainer:
     return Trainer.build(config, single(), context)
 
 
-def bare_names(trainer: Trainer) -> dict[str, Tensor]:
-    """Our initial weights under the bare model's names."""
-    table = decoder_table(MODEL)
-    names = {"embedding": "embedding.weight", "norm": "norm", "head": "head.weight"}
-    for facts in table:
-        if facts.name.startswith("blocks."):
-            _, layer, part, name = facts.name.split(".")
-            short = {"norm": "norm1" if part == "attention" else "norm2"}.get(name, f"{name}.weight")
-            names[facts.name] = f"blocks.{layer}.{short}"
-    return {bare: table.local(trainer.model, ours).detach().clone() for ours, bare in names.items()}
+def write_data(prefix: Path, vocab: int = MODEL.vocab_size) -> None:
+    with IndexWriter(prefix, np.uint16) as writer:
+        for seed in range(200):
+            writer.add(np.random.default_rng(seed).zipf(1.2, 10_000) % vocab)
 
 
-# ---- measuring
-
-
-@dataclass(frozen=True)
-class Times:
-    wall: list[float]
-    cpu: list[float]
-    losses: list[float]
-
-
-def measure(steps: dict[str, Callable[[], float | None]], rounds: int, warmup: int) -> dict[str, Times]:
-    orders = list(permutations(steps))
-    times = {name: Times([], [], []) for name in steps}
-    for number in range(warmup + rounds):
-        for name in orders[number % len(orders)]:
-            wall, cpu = time.perf_counter(), time.process_time()
-            loss = steps[name]()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            if loss is not None:
-                times[name].losses.append(loss)
-            if number >= warmup:
-                times[name].wall.append(wall)
-                times[name].cpu.append(cpu)
-    return times
-
-
-def ratio(of: list[float], over: list[float]) -> str:
-    """Median of the per-round ratios, with their quartiles."""
-    ratios = [b / a for a, b in zip(of, over, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
-def median_ms(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.1f}"
-
-
-def report(times: dict[str, Times], rounds: int) -> str:
-    a, ours, b = times["bare"], times["ours"], times["bare again"]
-    rows = [f"| {name} | {median_ms(t.cpu)} | {median_ms(t.wall)} | {t.losses[-1]:.6f} |" for name, t in times.items()]
-    differences = [abs(x - y) for x, y in zip(a.losses, ours.losses, strict=True)]
-    return "\n".join(
-        [
-            "| step | CPU ms, median | wall ms, median | last loss |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            f"Speed relative to bare, median of {rounds} per-round ratios (quartiles):",
-            "",
-            "| | CPU | wall |",
-            "|---|---|---|",
-            f"| ours | {ratio(ours.cpu, a.cpu)} | {ratio(ours.wall, a.wall)} |",
-            f"| bare again (noise) | {ratio(b.cpu, a.cpu)} | {ratio(b.wall, a.wall)} |",
-            "",
-            f"Difference between our loss and the bare one: {differences[0]:.1e} in the first step, at most "
-            f"{max(differences):.1e} over all {len(differences)} (rounding, which AdamW's division amplifies).",
-        ]
-    )
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{cpu}, {os.cpu_count()} cores, {system}, one thread; load average {os.getloadavg()[0]:.1f} at the end"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--report", type=Path, help="write the result there as Markdown")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    steps = arguments.rounds + arguments.warmup
-    with tempfile.TemporaryDirectory() as scratch:
-        prefix = Path(scratch) / "data"
-        with IndexWriter(prefix, np.uint16) as writer:
-            for seed in range(200):
-                writer.add(np.random.default_rng(seed).zipf(1.2, 10_000) % MODEL.vocab_size)
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer = our_trainer(Path(scratch) / "run", our_config(prefix, steps))
-            times = run(trainer, bare_names(trainer), prefix, arguments.rounds, arguments.warmup)
-            trainer.close()
-    text = report(times, arguments.rounds)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    print(f"{text}\n\n{machine()}; peak memory of the process {peak:.0f} MiB")
-    if arguments.report:
-        arguments.report.write_text(f"{TITLE}\n\n{machine()}.\n\n{text}\n")
-
-
-TITLE = (
-    "# Our step against a bare PyTorch loop\n\n"
-    "`python benchmarks/trainer.py`: 8 layers, hidden 256, 8 heads, 4 key heads, ffn 768, sequence 256, vocabulary\n"
-    "8192 untied, batch 8, float32, AdamW fused, clipping at 1. One step of each in turn, in one process."
-)
-
-
-def run(trainer: Trainer, initial: dict[str, Tensor], prefix: Path, rounds: int, warmup: int) -> dict[str, Times]:
-    """Measure; the bare loops read the same windows as our trainer, by a plain memory map."""
+def windows(trainer: Trainer, prefix: Path, steps: int) -> Callable[[], np.ndarray]:
+    """The samples that our trainer reads, a batch per call, by a plain memory map."""
     assert trainer.data is not None
-    dataset = trainer.data.train.dataset
+    order, length = trainer.data.train.dataset.sources[0].order, trainer.config.data.seq_len
+    batch = trainer.config.train.global_batch
     tokens = np.memmap(f"{prefix}.bin", np.uint16, mode="r")
+    batches = iter([order.take(np.arange(i * batch, (i + 1) * batch)) for i in range(steps)])
+    return lambda: np.stack([tokens[w * length : w * length + length + 1] for w in next(batches)])
 
-    def samples() -> Callable[[], np.ndarray]:
-        windows = iter(
-            [dataset.sources[0].order.take(np.arange(i * BATCH, (i + 1) * BATCH)) for i in range(rounds + warmup)]
-        )
-        return lambda: np.stack([tokens[w * LENGTH : w * LENGTH + LENGTH + 1] for w in next(windows)])
 
-    bare, again = BareLoop(initial, samples()), BareLoop(initial, samples())
-
+def stepping(trainer: Trainer) -> Callable[[], None]:
     def ours() -> None:
         torch.set_deterministic_debug_mode("error")  # as the trainer set it; the bare loops go without
         trainer.step()
         torch.set_deterministic_debug_mode("default")
 
-    times = measure({"bare": bare.step, "ours": ours, "bare again": again.step}, rounds, warmup)
-    lines = trainer.context.attempt.metrics(1).read_text().splitlines()
-    return times | {"ours": replace(times["ours"], losses=[json.loads(line)["loss"] for line in lines])}
+    return ours
+
+
+@contextlib.contextmanager
+def scene(case: Case, steps: int) -> Iterator[tuple[Path, Config]]:
+    """A run's folder with data, and our configuration; what our trainer prints is swallowed."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        prefix = Path(scratch) / "data"
+        write_data(prefix)
+        config = our_config(prefix, steps)
+        config.precision.params, config.kernels.compile = case.params, case.is_compiled
+        yield Path(scratch), config
+
+
+# ---- speed
+
+
+def speed(name: str, rounds: int, warmup: int) -> str:
+    case = CASES[name]
+    with scene(case, rounds + warmup) as (folder, config):
+        trainer = our_trainer(folder / "run", config)
+        torch.set_deterministic_debug_mode("default")
+        loops = {
+            variant: BareLoop(
+                initial_weights(), windows(trainer, folder / "data", rounds + warmup), precision, case.is_compiled
+            )
+            for variant, precision in case.against.items()
+        }
+        steps: dict[str, Callable[[], float | None]] = {"bare": loops.pop("bare").step, "ours": stepping(trainer)}
+        times = measure(steps | {variant: loop.step for variant, loop in loops.items()}, rounds, warmup)
+        lines = trainer.context.attempt.metrics(1).read_text().splitlines()
+        trainer.close()
+    times["ours"].losses.extend(json.loads(line)["loss"] for line in lines)
+    return speed_report(case.title, times, rounds)
+
+
+def speed_report(title: str, times: dict[str, Times], rounds: int) -> str:
+    base, ours = times["bare"], times["ours"]
+    rows = []
+    for name, t in times.items():
+        cpu, wall = ("1", "1") if t is base else (ratio(t.cpu, base.cpu), ratio(t.wall, base.wall))
+        rows.append(f"| {name} | {median_ms(t.cpu)} | {cpu} | {median_ms(t.wall)} | {wall} | {t.losses[-1]:.4f} |")
+    apart = [abs(x - y) for x, y in zip(base.losses, ours.losses, strict=True)]
+    return "\n".join(
+        [
+            f"### {title}",
+            "",
+            "| step | CPU ms, median | its speed over bare's | wall ms, median | its speed over bare's | last loss |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"{rounds} rounds. Our loss and the bare one differ by {apart[0]:.1e} in the first step and by at most "
+            f"{max(apart):.1e} in all {len(apart)}.",
+            "",
+        ]
+    )
+
+
+# ---- memory
+
+
+def one_side(case: Case, side: str, folder: Path, config: Config) -> tuple[Callable[[], object], list[Tensor]]:
+    """(a step, the tensors that outlive it) of ours, or of a variant of the bare loop, alone in its process."""
+    if side == "ours":
+        trainer = our_trainer(folder / "run", config)
+        stepping(trainer)()
+        assert isinstance(trainer.data_parallel, DistributedDataParallel)
+        held = [entry.tensor for entry in trainer.entries()]
+        return stepping(trainer), [*held, trainer.data_parallel.flat, *trainer.model.buffers()]
+    rows = np.random.default_rng(0).integers(0, MODEL.vocab_size, (BATCH, LENGTH + 1))
+    loop = BareLoop(initial_weights(), lambda: rows, case.against[side], case.is_compiled)
+    loop.step()
+    held = [*loop.model.parameters(), *loop.model.buffers(), *loop.updated]
+    held += [p.grad for p in loop.updated if p.grad is not None]
+    return loop.step, held + [t for state in loop.optimizer.state.values() for t in state.values()]
+
+
+def live_mib(name: str, side: str) -> float:
+    """The most that live tensors held at one time in a step."""
+    with scene(CASES[name], 3) as (folder, config):
+        step, held = one_side(CASES[name], side, folder, config)
+        live = LiveBytes()
+        live.watch(held)
+        with live:
+            step()
+    return live.peak / 2**20
+
+
+def resident_mib(name: str, side: str) -> float:
+    """The most that the process had in memory, torch and this package included."""
+    with scene(CASES[name], 6) as (folder, config):
+        step, _ = one_side(CASES[name], side, folder, config)
+        for _ in range(4):
+            step()
+    high = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(high.split()[1]) / 1024
+
+
+MEASURES = {"live": live_mib, "resident": resident_mib}
+
+
+def memory_report(names: Iterable[str]) -> str:
+    """Peak memory by case. Under the compiler only the resident set is seen: its kernels allocate by themselves."""
+    rows = ["| | live tensors, MiB: bare | ours | ours / bare | resident, MiB: bare | ours | ours / bare |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for name in names:
+        cells = [CASES[name].title]
+        for what in MEASURES:
+            if what == "live" and CASES[name].is_compiled:
+                cells += ["", "", ""]
+                continue
+            bare, ours = (float(in_process("--peak", what, name, side)) for side in ("bare", "ours"))
+            cells += [f"{bare:.0f}", f"{ours:.0f}", f"{ours / bare:.2f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+# ---- the whole
+
+
+def in_process(*arguments: str) -> str:
+    """What this script prints with these arguments, in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--report", type=Path, help="write the result there as Markdown")
+    parser.add_argument("--speed", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.speed:
+        print(speed(arguments.speed, arguments.rounds, arguments.warmup))
+        return
+    if arguments.peak:
+        what, name, side = arguments.peak
+        print(MEASURES[what](name, side))
+        return
+    names, length = (
+        arguments.cases or list(CASES),
+        ["--rounds", str(arguments.rounds), "--warmup", str(arguments.warmup)],
+    )
+    parts = [TITLE]
+    for name in names:
+        parts.append(in_process("--speed", name, *length))
+        print(parts[-1], flush=True)
+    parts += ["## Peak memory of a step", "", memory_report(names), "", f"{machine()}."]
+    print("\n".join(parts[-5:]))
+    if arguments.report:
+        arguments.report.write_text("\n".join(parts) + "\n")
+
+
+TITLE = """# Our step against a bare PyTorch loop
+
+`python benchmarks/trainer.py`: 8 layers, hidden 256, 8 heads, 4 key heads, ffn 768, sequence 256, vocabulary 8192
+untied, batch 8, AdamW fused, clipping at 1. One step of each in turn, in one process per case; ratios are medians of
+the rounds' ratios (quartiles), above 1 is faster than the bare loop. "bare again" is a second bare loop: the noise.
+
+## Speed
+"""
 
 
 if __name__ == "__main__":
