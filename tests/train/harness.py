@@ -166,7 +166,9 @@ class Ranks:
         return list(answer["results"])
 
     def close(self) -> None:
-        self._server.communicate(timeout=10)
+        # Nothing of it is needed any more, and an orderly end of Python with torch takes long on a busy machine.
+        self._server.kill()
+        self._server.communicate()
 
 
 def _serve() -> None:
