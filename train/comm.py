@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Gloo reports a dead or silent peer as a plain RuntimeError: by its source file, or by one of these.
+_OF_LOST_PEERS = ("gloo", "Connection", "Timed out waiting", "Broken pipe", "timeout caused pair closure")
+
 # torch 2.13 renamed these, and warns at the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,9 +39,8 @@ def lost_peers() -> Iterator[None]:
     except (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError) as e:
         raise PeerLostError(str(e)) from e
     except RuntimeError as e:
-        # gloo reports a dead or silent peer as a plain RuntimeError that names its source file.
         text = str(e)
-        if "gloo" in text or "Connection" in text or "Timed out waiting" in text or "Broken pipe" in text:
+        if any(words in text for words in _OF_LOST_PEERS):
             raise PeerLostError(text) from e
         raise
 

@@ -141,9 +141,13 @@ def _leg(member: Any, plain: dict[str, Any], run: str, number: int, stop: int) -
 
 
 def _write(run: Path, kind: str, rank: int, held: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    import torch
+
     arrays: Arrays = {}
     for name, (tensor, box) in held.items():
-        arrays[f"{name}|tensor"] = tensor.detach().numpy()
+        held_tensor = tensor.detach()
+        # numpy knows no bfloat16; float32 holds all its values.
+        arrays[f"{name}|tensor"] = (held_tensor.float() if held_tensor.dtype == torch.bfloat16 else held_tensor).numpy()
         arrays[f"{name}|box"] = np.array([box.start, box.shape], dtype=np.int64)
         arrays[f"{name}|shape"] = np.array(shapes[name], dtype=np.int64)
     np.savez(run / f"{kind}-{rank}.npz", **arrays)
