@@ -77,7 +77,8 @@ def adamw(
     # The fused kernel walks raw memory: it must get contiguous tensors, and results are copied back where it did not.
     state = [[t if t.is_contiguous() else t.contiguous() for t in ts] for ts in (updated, exp_avgs, exp_avg_sqs)]
     scaled, divisor = _scale([g.to(w.dtype).contiguous() for g, w in zip(grads, updated, strict=True)], grad_scale)
-    counter = torch.tensor(float(step), device=updated[0].device)
+    # Filled on the device: a copy from the host would wait for it.
+    counter = torch.full((), float(step), dtype=torch.float32, device=updated[0].device)
     with torch.no_grad():
         torch._fused_adamw_(
             state[0],
@@ -110,9 +111,11 @@ def _scale(grads: list[Tensor], grad_scale: float | Tensor) -> tuple[list[Tensor
     device = grads[0].device
     if any(g.dtype == torch.float64 for g in grads):
         # The kernel's divisor is a float32: too coarse here, where nothing is in a hurry.
-        factor = torch.as_tensor(grad_scale, dtype=torch.float64, device=device)
+        factor = grad_scale.double() if isinstance(grad_scale, Tensor) else grad_scale
         return [g * factor for g in grads], None
-    return grads, torch.as_tensor(grad_scale, dtype=torch.float32, device=device).reciprocal()
+    if isinstance(grad_scale, Tensor):
+        return grads, grad_scale.to(device, torch.float32).reciprocal()
+    return grads, torch.full((), grad_scale, dtype=torch.float32, device=device).reciprocal()
 
 
 def _check(

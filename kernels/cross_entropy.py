@@ -179,8 +179,11 @@ def exp_to_grad(
     mine, index = _local_targets(targets, vocab_start, exps.shape[-1])
     grad = torch.mul(exps, factor.unsqueeze(-1), out=out)
     grad.scatter_add_(1, index.unsqueeze(-1), grad_losses.masked_fill(~mine, 0.0).neg_().unsqueeze(-1))
-    # By rows, not by a product with 0: logits of ignored tokens may be infinite. Costs nothing where there are none.
-    return grad.index_fill_(0, (targets == ignore_index).nonzero().squeeze(-1), 0.0)
+    # Not by a product with 0: logits of ignored tokens may be infinite.
+    ignored = targets == ignore_index
+    if grad.device.type == "cpu":
+        return grad.index_fill_(0, ignored.nonzero().squeeze(-1), 0.0)  # costs nothing where there are none
+    return grad.masked_fill_(ignored.unsqueeze(-1), 0.0)  # to find the rows would be to wait for the device
 
 
 def _local_targets(targets: Tensor, vocab_start: int, n_local: int) -> tuple[Tensor, Tensor]:

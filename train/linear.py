@@ -2,7 +2,7 @@
 
 Owns: the autograd functions, whole or cut over the tensor axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3), the
 queue between them and whoever collects gradients, and the products themselves. Does not own: where gradients live and
-when they are reduced (a `GradientSink`, see reducer.py), or what is exchanged on the tensor axis (parallel/tensor.py).
+when they are reduced (parallel/buckets.py), or what is exchanged on the tensor axis (parallel/tensor.py).
 
 Shapes: T tokens, R tokens of the residual stream on this rank (see parallel/tensor.py), I input features, O output
 features, V vocabulary, D hidden.

@@ -167,7 +167,8 @@ class _Scope:
 
     def pack(self, tensor: Tensor) -> Tensor | _Output:
         found = self._dropped.get(tensor.untyped_storage()._cdata)
-        return tensor if found is None else _Output(found[0], tensor)
+        # Detached: what saves its own result would otherwise hold itself, unless a backward pass comes.
+        return tensor.detach() if found is None else _Output(found[0], tensor)
 
 
 class _Output:

@@ -152,6 +152,16 @@ def test_less_is_alive(memory: MemoryConfig, dtype: torch.dtype, kept: float, pe
     assert found[1] / base[1] == pytest.approx(peak, abs=0.03)
 
 
+def test_a_graph_that_no_backward_pass_follows_is_let_go() -> None:
+    model, live = build(POLICIES[2]), Live()
+    left = []
+    with live:
+        for _ in range(2):
+            model(batch(), 0.01)
+            left.append(live.bytes)
+    assert left[0] == left[1]
+
+
 def test_a_training_run_has_the_same_bits(tmp_path: Any, tiny_data: Any) -> None:
     options: dict[str, Any] = {"steps": 3, "train": {"micro_batch": 2}, "model": {"dropout": 0.1}}
     kept, _ = train(tmp_path / "kept", tiny_config(tiny_data, **options))

@@ -86,9 +86,9 @@ class MixtureOfExperts(Branch):
         y_TD = self.axis.combine(out_MD, weights_TK, routes)
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
-        auxiliary = self._auxiliary(logits_TE, scores_TE, choice_TK, rows)
         if not y_TD.requires_grad:
             return y_TD
+        auxiliary = self._auxiliary(logits_TE, scores_TE, choice_TK, rows)
         return apply(_Attach, y_TD, auxiliary, routes.load_E, self.statistics, scale)
 
     def _scores(self, logits_TE: Tensor) -> Tensor:

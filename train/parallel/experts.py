@@ -123,13 +123,15 @@ class Transfer:
 
     def __init__(self, comm: Communicator, routes: Routes) -> None:
         self.comm, self.routes = comm, routes
-        self.rows: Tensor  # on their way to the experts
+        self.rows: Tensor | None = None  # on their way to the experts
         self.grad_ND: Tensor | None = None  # on its way back
         self.work = Work(None)
 
     def arrive(self) -> Tensor:
         """[M, D], by expert. Once. Raises PeerLostError."""
-        return apply(_Arrive, self.rows, self)
+        # Let go of: their graph holds this object, and a circle would keep both until the garbage collector comes.
+        rows, self.rows = self.rows, None
+        return apply(_Arrive, rows, self)
 
 
 class _Send(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 Owns: which modules are sharded together, where a shard lies, and gradients. FSDP2 brings the weights of a block when
 its forward or backward pass begins, and frees them after it; it sees no gradient, so it reduces none. Does not own:
-optimizer state (optim.py), which has the shards' shapes.
+optimizer state (optim/), which has the shards' shapes.
 
 Why gradients are not FSDP2's (torch 2.13; what tests/train/parallel/test_proof.py shows does work):
 - It reduces in a hook that autograd runs when a block's dX is done. Under a schedule with a split backward pass dW

@@ -42,7 +42,7 @@ Result = TypeVar("Result", bound=Objective)
 @dataclass(frozen=True)
 class LocalStage(Generic[MicroBatch, Result]):
     """One stage of this rank. run: (x [T, D], None in the first stage; micro-batch) -> x [T, D], or in the last stage
-    the result. Its linear layers leave their weights' gradients in `queue`, which is this stage's own."""
+    the result. Its linear layers leave their weights' gradients in `queue`, which stages of one rank may share."""
 
     spec: StageSpec
     module: nn.Module

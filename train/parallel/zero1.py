@@ -2,7 +2,7 @@
 
 Owns: flat buffers of parameters and of gradients, cut into buckets and these into one shard per rank; a reduce-scatter
 per bucket while the backward pass goes on, an all-gather per bucket while the next forward pass begins. Sums, never
-means. Does not own: optimizer state (optim.py), which has the shards' shapes.
+means. Does not own: optimizer state (optim/), which has the shards' shapes.
 
 A bucket holds rows of one width, so that the border between two ranks' shards falls between two rows: a shard is a box
 of each parameter it has a part of. Gradients are formed in the very memory that is reduced, and parameters lie in the

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -121,6 +123,22 @@ def test_a_layer_cut_over_ranks_is_the_layer_of_one_process(run_ranks: Any, name
     for differences in run_ranks(layout.world, _differences, layout=sizes):
         assert max(differences.values()) < 1e-10, differences
         assert differences.keys() == CASES.keys()
+
+
+def test_copies_of_tokens_are_let_go_with_their_graph() -> None:
+    moe, rows = build(CONFIG, 0.0, single()), token_rows(())
+    choice_TK = torch.zeros(SEQUENCES * LENGTH, 1, dtype=torch.int64)
+    routes = moe.axis.routes(choice_TK, CONFIG.num_experts, rows.is_real_T)
+    transfer = moe.axis.dispatch(torch.ones(SEQUENCES * LENGTH, 10, requires_grad=True), routes)
+    sent = weakref.ref(transfer.rows)
+    gc.disable()  # it is not to be the garbage collector's work
+    try:
+        y = moe.axis.combine(transfer.arrive(), torch.ones(SEQUENCES * LENGTH, 1), routes)
+        y.sum().backward()
+        del transfer, y
+        assert sent() is None
+    finally:
+        gc.enable()
 
 
 def _digest(member: Membership) -> str:
