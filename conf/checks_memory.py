@@ -49,7 +49,10 @@ def _offload(config: Config) -> Iterator[Problem]:
     if not config.memory.offload_optimizer:
         return
     if config.optim.kind is OptimizerKind.muon:
-        message = "Muon multiplies whole matrices, too slow on a host; choose optim.kind=adamw, or parallel.data=zero1"
+        message = (
+            "Muon multiplies whole matrices, too slow on a host; choose optim.kind=adamw, or set this to false and cut "
+            "the state over ranks by parallel.data=zero1"
+        )
         yield Problem("memory.offload_optimizer", "true", message)
     if config.cluster.gpus_per_node == 0:
         yield Problem(

@@ -20,11 +20,9 @@ def parallel_rules(config: Config) -> Iterator[Problem]:
     model, train = config.model, config.train
     if not _sizes_are_positive(config) or min(model.num_heads, train.micro_batch, config.data.seq_len) < 1:
         return
-    for rule in (_layout, _heads, _widths, _tokens, _context, _sharing):
+    for rule in (_layout, _heads, _widths, _tokens, _context, _sharing, _nodes):
         yield from rule(config)
-    layout = layout_of(config)
-    if layout is not None:
-        yield from pipeline_rules(config, layout)
+    yield from pipeline_rules(config, layout_of(config))
 
 
 def layout_of(config: Config) -> Layout | None:
@@ -128,6 +126,19 @@ def _sharing(config: Config) -> Iterator[Problem]:
             "model.tied_embeddings they share a weight, which sharded ones cannot; zero1, ddp or interleaved_zb can"
         )
         yield Problem("parallel.data", p.data.value, message)
+
+
+def _nodes(config: Config) -> Iterator[Problem]:
+    """Ranks of the tensor axis exchange activations several times per layer, and wait for them."""
+    tensor, cluster = config.parallel.tensor, config.cluster
+    if tensor == 1 or cluster.nodes == 1 or cluster.procs_per_node % tensor == 0:
+        return
+    message = (
+        f"ranks that share each layer lie on several nodes, as it does not divide "
+        f"cluster.procs_per_node={cluster.procs_per_node}, and wait for the network in every layer; choose a divisor, "
+        "and parallel.pipeline or parallel.data=fsdp for the rest"
+    )
+    yield Problem("parallel.tensor", str(tensor), message, "warning")
 
 
 def _that_work(values: Sequence[int], wanted: int) -> str:

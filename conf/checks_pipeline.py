@@ -1,6 +1,6 @@
 """Rules for pipelines: whether schedule, stages, layers and the number of micro-batches fit together.
 
-Owns: `pipeline_rules`, called by checks_parallel.py when the layout itself is sound. What the schedules ask for is
+Owns: `pipeline_rules`, called by checks_parallel.py. What the schedules ask for is
 pipeline.py's.
 """
 
@@ -12,21 +12,24 @@ from collections.abc import Iterable, Iterator
 from .layout import Layout
 from .pipeline import SCHEDULES, micro_steps_problem, stages_per_rank
 from .problems import Problem, nearest
-from .schema import Config
+from .schema import Config, ParallelConfig
 
 _LAYERS = re.compile(r"\d+(,\d+)*")
 
 
-def pipeline_rules(config: Config, layout: Layout) -> Iterator[Problem]:
-    """layout: that of the whole allocation."""
+def pipeline_rules(config: Config, layout: Layout | None) -> Iterator[Problem]:
+    """layout: that of the whole allocation; None where its sizes do not fit, which is told elsewhere."""
     p = config.parallel
     if p.pipeline_schedule not in SCHEDULES:
         near = nearest(p.pipeline_schedule, SCHEDULES)
         hint = f"; nearest: {near}" if near else ""
         yield Problem("parallel.pipeline_schedule", p.pipeline_schedule, f"expected {_any_of(SCHEDULES)}{hint}")
         return
-    if p.pipeline == 1 or p.pipeline_chunks < 0:
-        return  # without a pipeline nothing of it is read; a negative number is told by the rule for ranges
+    if p.pipeline == 1:
+        yield from _unread(p)
+        return
+    if p.pipeline_chunks < 0:
+        return  # told by the rule for ranges
     facts = SCHEDULES[p.pipeline_schedule]
     chunks = stages_per_rank(p)
     if facts.most_chunks is not None and not facts.least_chunks <= chunks <= facts.most_chunks:
@@ -34,7 +37,16 @@ def pipeline_rules(config: Config, layout: Layout) -> Iterator[Problem]:
         yield Problem("parallel.pipeline_chunks", str(chunks), expected)
         return
     yield from _layers(config, p.pipeline * chunks)
-    yield from _micro_steps(config, layout, chunks)
+    if layout is not None:
+        yield from _micro_steps(config, layout, chunks)
+
+
+def _unread(parallel: ParallelConfig) -> Iterator[Problem]:
+    for name, nothing in (("pipeline_chunks", 0), ("pipeline_layers", None), ("pipeline_schedule", "1f1b")):
+        value = getattr(parallel, name)
+        if value != nothing:
+            message = "has no effect with parallel.pipeline=1"
+            yield Problem(f"parallel.{name}", str(value), message, "warning")
 
 
 def _layers(config: Config, stages: int) -> Iterator[Problem]:

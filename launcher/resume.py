@@ -30,8 +30,12 @@ from .state import State, look, queue_of
 
 CLEARING = 90.0  # seconds; KillWait is 30 by default
 UNDER_WAY = 900.0  # seconds for which a submission from another host may still be under way (submit.py gives up sooner)
-# What may change without making it another run.
-ALLOWED = ("cluster.", "container.", "tracking.", "resilience.", "checkpoint.", "train.steps", "train.micro_batch")
+# What may change without making it another run: where and how it is computed, but not what. A checkpoint of any layout
+# loads into any other.
+ALLOWED = (
+    *("cluster.", "container.", "tracking.", "resilience.", "checkpoint.", "parallel.", "memory."),
+    *("train.steps", "train.micro_batch"),
+)
 
 
 def main(argv: list[str]) -> int:

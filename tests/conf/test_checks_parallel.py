@@ -72,6 +72,13 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
       "cluster.procs_per_node": 4}, [
         "e parallel.tensor=4: neither divides model.num_kv_heads=6 nor is a multiple of it; nearest that work: 3 or 6",
     ]),
+    # Nodes
+    ({"parallel.tensor": 4, "cluster.procs_per_node": 4, "cluster.nodes": 2}, []),
+    ({"parallel.tensor": 8, "cluster.procs_per_node": 4, "cluster.nodes": 2}, [
+        "w parallel.tensor=8: ranks that share each layer lie on several nodes, as it does not divide "
+        "cluster.procs_per_node=4, and wait for the network in every layer; choose a divisor, and parallel.pipeline or "
+        "parallel.data=fsdp for the rest",
+    ]),
     # Parts of a row
     ({"parallel.context": 4, "cluster.procs_per_node": 4}, []),
     ({"parallel.context": 3, "cluster.procs_per_node": 3}, [

@@ -31,7 +31,21 @@ def test_schedules_that_fit_are_not_spoken_of() -> None:
 
 
 def test_fields_of_a_pipeline_are_not_read_without_one() -> None:
-    assert lines(pipeline_layers="nonsense", pipeline_chunks=7) == []
+    config = Config()
+    config.parallel.pipeline_layers, config.parallel.pipeline_chunks = "nonsense", 7
+    assert [(p.severity, str(p)) for p in check(config, files=False) if "pipeline" in p.field] == [
+        ("warning", "parallel.pipeline_chunks=7: has no effect with parallel.pipeline=1"),
+        ("warning", "parallel.pipeline_layers=nonsense: has no effect with parallel.pipeline=1"),
+    ]
+
+
+def test_a_misspelt_schedule_is_told_beside_sizes_that_do_not_fit() -> None:
+    found = lines(pipeline=4, context=3, pipeline_schedule="zvb")
+    assert [line.split(":")[0] for line in found] == [
+        "parallel.context=3",
+        "data.seq_len=256",
+        "parallel.pipeline_schedule=zvb",
+    ]
 
 
 @pytest.mark.parametrize(

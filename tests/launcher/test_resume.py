@@ -113,6 +113,16 @@ def test_wrong_changes_leave_no_trace(override: str, text: str, run: RunDir, fak
     assert fake_slurm.calls("sbatch") == []
 
 
+def test_the_layout_may_change(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
+    changes = ["cluster.nodes=2", "parallel.tensor=2", "parallel.data=zero1", "memory.recompute=full"]
+    assert cli.main(["resume", str(run.path), *changes]) == 0, capsys.readouterr().err
+    config = effective_config(run, 2)
+    assert (config["parallel"]["tensor"], config["parallel"]["data"]) == (2, "zero1")
+    assert config["memory"]["recompute"] == "full"
+    assert cli.main(["resume", str(run.path), "parallel.tensor=3"]) == 2
+    assert "parallel.tensor=3: pipeline x context x tensor = 1 x 1 x 3 = 3 does not divide" in capsys.readouterr().err
+
+
 def test_refused_by_slurm_leaves_no_trace(run: RunDir, fake_slurm: Any, capsys: Any) -> None:
     files = sorted(p.name for p in run.submissions.iterdir())
     fake_slurm.program("sbatch", "echo 'Invalid account' >&2; exit 1")
