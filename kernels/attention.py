@@ -70,7 +70,8 @@ def attention(
     """
     check_attention(q, k, v, doc_ids, window, softcap)
     wide = accumulate_dtype(q.dtype)
-    if is_plain(q, doc_ids, window, softcap) and not return_lse:
+    # On meta tensors torch's own would be the form with all scores in memory.
+    if is_plain(q, doc_ids, window, softcap) and not return_lse and not q.is_meta:
         return plain_attention(q.to(wide), k.to(wide), v.to(wide), scale).to(q.dtype)
     out, lse = chunked_attention(q.to(wide), k.to(wide), v.to(wide), doc_ids, window, scale, softcap)
     out = out.to(q.dtype)

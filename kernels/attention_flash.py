@@ -29,7 +29,7 @@ ALL, CAUSAL = Band(-1, -1), Band(-1, 0)
 
 def takes_mask(q_BHQE: Tensor, v_BKNV: Tensor, softcap: float | None) -> bool:
     """Whether there is a kernel that takes these with a mask."""
-    return q_BHQE.device.type == "cpu" and takes(q_BHQE, v_BKNV, softcap, ALL)
+    return _is_host(q_BHQE) and takes(q_BHQE, v_BKNV, softcap, ALL)
 
 
 def takes(q_BHQE: Tensor, v_BKNV: Tensor, softcap: float | None, band: Band) -> bool:
@@ -39,7 +39,12 @@ def takes(q_BHQE: Tensor, v_BKNV: Tensor, softcap: float | None, band: Band) -> 
         return False
     if q_BHQE.device.type == "cuda":
         return is_for_flash(q_BHQE)
-    return q_BHQE.device.type == "cpu" and band in (ALL, CAUSAL)
+    return _is_host(q_BHQE) and band in (ALL, CAUSAL)
+
+
+def _is_host(x: Tensor) -> bool:
+    """Meta tensors, which have shapes and no values, count as the CPU's: that kernel knows its shapes."""
+    return x.device.type in ("cpu", "meta")
 
 
 def is_for_flash(q: Tensor) -> bool:

@@ -223,6 +223,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _common_ratio(grad_losses: Tensor, targets: Tensor, plan: _Plan) -> float:
     """By what the gradients formed ahead must be multiplied: the losses' actual gradient over the promised one."""
+    if grad_losses.is_meta:
+        return 1.0
     actual = grad_losses[targets != plan.ignore_index]
     if actual.numel() == 0:
         return 1.0

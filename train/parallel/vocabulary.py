@@ -230,7 +230,7 @@ def _combine(stats_S3N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _chunk_tokens(x_TD: Tensor, weight_VD: Tensor) -> int:
     """Two chunks exist at a time. On a GPU they are long: adding each one's [V, D] to the gradient should not count."""
-    return max(default_chunk(weight_VD.shape[0]) // 2, 2048 if x_TD.is_cuda else 128)
+    return max(default_chunk(weight_VD.shape[0]) // 2, 128 if x_TD.device.type == "cpu" else 2048)
 
 
 class _Loss(torch.autograd.Function):

@@ -17,14 +17,16 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts storages from when an operation first returns them to when nobody refers to them any more.
 
-    Storages that exist already are counted when given to `watch`.
+    Storages that exist already are counted when given to `watch`. resizes: storages that shrink or grow in place (as
+    FSDP2's do) are looked at after every operation; otherwise only `recount` sees it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resizes: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
-        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._resizes = resizes
+        self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()  # to its bytes
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these, each storage once."""
@@ -35,9 +37,19 @@ class LiveBytes(TorchDispatchMode):
         """Begin a new highest value."""
         self.peak = self.now
 
+    def recount(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Storages that are counted may have another size now."""
+        for storage in storages:
+            size = self._known.get(storage)
+            if size is not None and size[0] != storage.nbytes():
+                self._add(storage.nbytes() - size[0])
+                size[0] = storage.nbytes()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._resizes:
+            self.recount(list(self._known))
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -48,11 +60,18 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage in self._known:
             return
-        size = storage.nbytes()
-        self._known[storage] = size
+        size = self._known[storage] = [storage.nbytes()]
         weakref.finalize(storage, self._gone, size)
+        self._add(size[0])
+
+    def _gone(self, size: list[int]) -> None:
+        self.now -= size[0]
+
+    def _add(self, size: int) -> None:
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def _gone(self, size: int) -> None:
-        self.now -= size
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Of their storages, each counted once."""
+    return sum({id(s): s.nbytes() for s in [t.untyped_storage() for t in tensors]}.values())
