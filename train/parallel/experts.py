@@ -82,7 +82,10 @@ class ExpertAxis:
         order = torch.argsort(flat, stable=True)
         load_E = _histogram(flat, num_experts + 1)[:num_experts]
         arriving_RE = self.comm.all_to_all(load_E).view(size, -1)
-        sent, arriving = torch.stack([load_E.view(size, -1), arriving_RE]).tolist()
+        if choice_TK.is_meta:
+            sent, arriving = _even(tokens * choices, num_experts, size, self.comm.rank)
+        else:
+            sent, arriving = torch.stack([load_E.view(size, -1), arriving_RE]).tolist()
         copies_N = order[: sum(map(sum, sent))]
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=device)
@@ -207,6 +210,15 @@ def _sum_copies(rows_ND: Tensor, routes: Routes, weights_TK: Tensor | None = Non
     if weights_TK is None and routes.real_T1 is not None:
         total_TD.masked_fill_(~routes.real_T1, 0.0)
     return total_TD.to(rows_ND.dtype)
+
+
+def _even(copies: int, num_experts: int, ranks: int, rank: int) -> tuple[list[list[int]], list[list[int]]]:
+    """(rows sent, rows that arrive), by rank and its experts, where every expert is chosen equally often: what a plan
+    assumes, because choices without values (meta tensors) cannot be counted."""
+    each, local = divmod(copies, num_experts), num_experts // ranks
+    load = [each[0] + (e < each[1]) for e in range(num_experts)]
+    sent = [load[r * local : (r + 1) * local] for r in range(ranks)]
+    return sent, [sent[rank]] * ranks
 
 
 def _histogram(numbers: Tensor, bins: int) -> Tensor:

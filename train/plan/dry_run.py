@@ -31,6 +31,7 @@ from ..grid import Grid
 from ..linear import WeightGradients
 from ..model import Decoder, DropoutKey, Sums
 from ..parallel.context import cut_rows
+from ..optim.weights import Optimizer
 from ..parallel.data import DataParallel
 from ..parallel.stages import rank_of_stage
 from .live import LiveBytes, bytes_of
@@ -55,6 +56,7 @@ class Memory:
     gathered: int  # whole weights and gradients of FSDP, at the moment at which `activations` is most
     inputs: int  # tokens, targets, positions of the micro-batches at hand
     activations: int  # kept between forward and backward passes, when that is most
+    host: int  # optimizer state under memory.offload_optimizer; not part of the total
     transient: int  # what is alive besides at the peak: within a pass, or in the optimizer
     peak_at: str  # the work during which it is
 
@@ -171,10 +173,13 @@ class _Rehearsal:
         self.queue.sink = share.sink
         weights = bytes_of([*share.shards.values(), *(p for _, p in model.named_parameters())])
         gradients = live.now - weights
-        optimizer = build_optimizer(config, self.grid, ops, table, share)
-        state = optimizer.state()
-        masters = bytes_of(state.pop("master", {}).values())
+        here = replace(config, memory=replace(config.memory, offload_optimizer=False))
+        optimizer: Optimizer | None = build_optimizer(here, self.grid, ops, table, share)
+        masters = bytes_of(optimizer.state().get("master", {}).values()) if optimizer else 0
         moments = live.now - weights - gradients - masters
+        host = 0
+        if config.memory.offload_optimizer and self.as_device != "cpu":
+            host, masters, moments, optimizer = masters + moments, 0, 0, None
         base = live.now
         live.reset_peak()
         share.begin_step(self.order.micro_steps)
@@ -184,13 +189,13 @@ class _Rehearsal:
         self._after("the reduction of gradients", share.finish)
         self._after("the gradient norm", share.squared_norm)
         self._results.clear(), self._batches.clear()
-        if config.optim.kind is OptimizerKind.adamw:
-            self._after("the optimizer", lambda: optimizer.step(share.gradients, 1e-3, 1, 1.0))
+        if optimizer is not None and config.optim.kind is OptimizerKind.adamw:
+            self._after("the optimizer", partial(optimizer.step, share.gradients, 1e-3, 1, 1.0))
         self._after("the exchange of weights", share.publish)
         gathered, activations = self._held_whole, self._held - self._held_whole - inputs
         transient = self._peak - base - self._held
         memory = Memory(
-            weights, gradients, masters, moments, gathered, inputs, activations, transient, self._peak_at
+            weights, gradients, masters, moments, gathered, inputs, activations, host, transient, self._peak_at
         )  # fmt: skip
         owned = sum(t.numel() for t in share.shards.values())
         traffic = self._traffic()
