@@ -20,6 +20,7 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 # verb -> (module below stoker.launcher, what it does)
 VERBS = {
     "launch": ("launch", "freeze a run and submit it to Slurm, or start it in the background (cluster=local)"),
+    "plan": ("plan", "memory, communication and time of a layout, without any GPU"),
     "run": ("foreground", "freeze a run and work on it here: a workstation, or inside salloc"),
     "status": ("status", "show runs: state, step, loss, speed, last checkpoint"),
     "logs": ("logs", "show or follow a run's log over all its attempts"),

@@ -5,13 +5,14 @@ do not fit show here as they would in a run. Does not own: what the rank is made
 (schedule.py), how numbers are told (report.py).
 
 Values are not known: experts are taken to be equally loaded, and documents to be shorter than a chunk of attention.
-Kernels are the references, attention that of a fused kernel: what lives long is the same for all, scratch memory is not.
+Kernels are the references, attention that of a fused kernel: what lives long is the same for all, scratch memory is
+not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,59 +31,16 @@ from ..data.loader import Share
 from ..grid import Grid
 from ..linear import WeightGradients
 from ..model import Decoder, DropoutKey, Sums
-from ..parallel.context import cut_rows
 from ..optim.weights import Optimizer
+from ..parallel.context import cut_rows
 from ..parallel.data import DataParallel
-from ..parallel.stages import rank_of_stage
+from ..parallel.stages import rank_of_stage, stages_of_rank
+from .account import DryRun, DryRunError, Memory
 from .live import LiveBytes, bytes_of
-from .schedule import Action, Kind, Order, order_of
+from .schedule import Action, Kind, Order, order_of, peak_in_flight
 from .silent import Ledger, Traffic, silent_grid
 
 META = torch.device("meta")
-
-
-class DryRunError(ValueError):
-    """A rank's work that failed, with the place."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of live tensors on one rank: what stays, and what a step adds at its highest."""
-
-    weights: int
-    gradients: int
-    masters: int
-    moments: int
-    gathered: int  # whole weights and gradients of FSDP, at the moment at which `activations` is most
-    inputs: int  # tokens, targets, positions of the micro-batches at hand
-    activations: int  # kept between forward and backward passes, when that is most
-    host: int  # optimizer state under memory.offload_optimizer; not part of the total
-    transient: int  # what is alive besides at the peak: within a pass, or in the optimizer
-    peak_at: str  # the work during which it is
-
-    @property
-    def state(self) -> int:
-        """What stays between steps."""
-        return self.weights + self.gradients + self.masters + self.moments
-
-    @property
-    def total(self) -> int:
-        return self.state + self.gathered + self.inputs + self.activations + self.transient
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What a rank's step came to."""
-
-    rank: int
-    coordinates: dict[str, int]  # by axis
-    layers: list[list[int]]  # per stage
-    parameters: int  # elements of weights that it computes with
-    owned: int  # elements that its optimizer updates
-    memory: Memory
-    per_micro_batch: dict[int, int]  # bytes of activations of one micro-batch, by stage
-    micro_steps: int
-    traffic: dict[str, Traffic] = field(default_factory=dict)  # of a whole step, by axis
 
 
 def micro_steps_of(config: Config, layout: Layout) -> int:
@@ -94,7 +52,7 @@ def dry_run(config: Config, layout: Layout, rank: int, as_device: str = "cuda", 
     """Build and run `rank`. as_device: whose memory is meant, cuda or cpu: attention differs.
 
     most: micro-batches that are run at most; traffic is extended to all of them, and what is held does not grow with
-    more. None: as many as fill the pipeline twice.
+    more. None: as many as fill the pipeline twice. 0: of a pipeline one, and what is held is reckoned from it.
 
     Raises:
         DryRunError: something does not fit together; says where.
@@ -130,7 +88,12 @@ class _Rehearsal:
         self.grid: Grid = silent_grid(layout, rank, META, self.ledger)
         self.chunks = stages_per_rank(config.parallel)
         self.micro_steps = micro_steps_of(config, layout)
-        self.order = _order(config, layout, self.chunks, self.micro_steps, most)
+        self._is_quick = most == 0 and layout.pipeline > 1
+        self._most_held = min(self.micro_steps, 2 * layout.pipeline * self.chunks)
+        if self._is_quick:
+            self.order = _one_each(config, layout, self.chunks)
+        else:
+            self.order = _order(config, layout, self.chunks, self.micro_steps, most)
         self._is_v = layout.pipeline > 1 and SCHEDULES[config.parallel.pipeline_schedule].is_v
         self.queue = WeightGradients()
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -184,16 +147,20 @@ class _Rehearsal:
         live.reset_peak()
         share.begin_step(self.order.micro_steps)
         self._work(base)
-        self._inputs.clear(), self._outputs.clear(), self._gradients.clear()
+        for held in (self._inputs, self._outputs, self._gradients):
+            held.clear()
         inputs = self._input_bytes()
         self._after("the reduction of gradients", share.finish)
         self._after("the gradient norm", share.squared_norm)
-        self._results.clear(), self._batches.clear()
+        self._results.clear()
+        self._batches.clear()
         if optimizer is not None and config.optim.kind is OptimizerKind.adamw:
             self._after("the optimizer", partial(optimizer.step, share.gradients, 1e-3, 1, 1.0))
         self._after("the exchange of weights", share.publish)
         gathered, activations = self._held_whole, self._held - self._held_whole - inputs
         transient = self._peak - base - self._held
+        if self._is_quick:
+            activations = max(activations, self._reckoned())
         memory = Memory(
             weights, gradients, masters, moments, gathered, inputs, activations, host, transient, self._peak_at
         )  # fmt: skip
@@ -217,6 +184,12 @@ class _Rehearsal:
             self._whole = share.whole_bytes
             return share
         return build_data_parallel(self.config, self.grid, ops, table, model)
+
+    def _reckoned(self) -> int:
+        """Activations of the micro-batches in flight, from those of one."""
+        order = order_of(self.config.parallel.pipeline_schedule, self.layout.pipeline, self.chunks, self._most_held)
+        peak = peak_in_flight(order)[self.grid.pipeline.rank]
+        return int(peak.cost(self.per_micro_batch.__getitem__, self.per_micro_batch.__getitem__))
 
     # The step.
 
@@ -282,10 +255,12 @@ class _Rehearsal:
         if not stage.stage.is_last:
             gradient = self._gradients.pop(key, None)
             gradient = self._activation() if gradient is None else gradient
-        out.backward(gradient)  # type: ignore[no-untyped-call]
+        out.backward(gradient)
+        out.detach_()  # as torch's stages do: results do not keep their graphs
         if x_TD is not None:
             assert x_TD.grad is not None
             self._send(x_TD.grad, key, -1)
+            x_TD.grad = None
         if is_split:
             self._products[key] = self.queue.take()
         else:
@@ -350,6 +325,16 @@ def _order(config: Config, layout: Layout, chunks: int, micro_steps: int, most: 
         return Order("accumulation", 1, 1, few, (tuple(actions),))
     few = min(micro_steps, most or 2 * layout.pipeline * chunks)
     return order_of(config.parallel.pipeline_schedule, layout.pipeline, chunks, few)
+
+
+def _one_each(config: Config, layout: Layout, chunks: int) -> Order:
+    """One micro-batch through every stage of each rank: as much as shows what one takes."""
+    stages = [stages_of_rank(r, config.parallel) for r in range(layout.pipeline)]
+    ranks = [
+        (*(Action(Kind.FORWARD, s, 0) for s in mine), *(Action(Kind.BACKWARD, s, 0) for s in reversed(mine)))
+        for mine in stages
+    ]
+    return Order(config.parallel.pipeline_schedule, layout.pipeline, chunks, 1, tuple(ranks))
 
 
 def _host_batch(config: Config) -> Batch:

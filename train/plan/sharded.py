@@ -18,7 +18,7 @@ from ...kernels.numerics import apply
 from ..comm import Communicator
 from ..grid import Grid
 from ..linear import gradient_dtype
-from ..parallel.fsdp import FullySharded, _Bucket, _cut_dim, _Slot
+from ..parallel.fsdp import FullySharded, _Bucket, _cut_dim
 from ..parallel.units import stages_of
 from ..params import ParamTable
 from .live import LiveBytes
@@ -200,6 +200,6 @@ class _AtBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.call()
         return gradient, None
