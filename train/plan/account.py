@@ -23,6 +23,7 @@ class Memory:
     masters: int
     moments: int
     gathered: int  # whole weights and gradients of FSDP, at the moment at which `activations` is most
+    sends: int  # tensors that went to other stages, where torch's schedule keeps them until the step ends
     inputs: int  # tokens, targets, positions of the micro-batches at hand
     activations: int  # kept between forward and backward passes, when that is most
     host: int  # optimizer state under memory.offload_optimizer; not part of the total
@@ -36,7 +37,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.state + self.gathered + self.inputs + self.activations + self.transient
+        return self.state + self.gathered + self.sends + self.inputs + self.activations + self.transient
 
 
 @dataclass(frozen=True)

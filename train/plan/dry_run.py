@@ -100,11 +100,13 @@ class _Rehearsal:
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._results: list[Sums] = []
+        self._sent: list[Tensor] = []  # torch's schedules of several stages wait for what they sent at the step's end
+        self._keeps_sent = config.parallel.pipeline_schedule not in ("gpipe", "1f1b")
         self._products: dict[tuple[int, int], Callable[[], None]] = {}
         self._batches: dict[int, Batch] = {}
         self.per_micro_batch: dict[int, int] = {}
         self._by_kind: dict[tuple[int, Kind], list[dict[str, Traffic]]] = {}
-        self._held = self._held_whole = self._peak = 0
+        self._held = self._held_whole = self._held_sent = self._peak = 0
         self._whole: Callable[[], int] = lambda: 0  # bytes of whole weights and gradients
         self._peak_at = "start"
 
@@ -147,6 +149,8 @@ class _Rehearsal:
         live.reset_peak()
         share.begin_step(self.order.micro_steps)
         self._work(base)
+        sent = bytes_of(self._sent) // self.order.micro_steps  # of a micro-batch
+        self._sent.clear()
         for held in (self._inputs, self._outputs, self._gradients):
             held.clear()
         inputs = self._input_bytes()
@@ -157,12 +161,15 @@ class _Rehearsal:
         if optimizer is not None and config.optim.kind is OptimizerKind.adamw:
             self._after("the optimizer", partial(optimizer.step, share.gradients, 1e-3, 1, 1.0))
         self._after("the exchange of weights", share.publish)
-        gathered, activations = self._held_whole, self._held - self._held_whole - inputs
+        gathered, sends = self._held_whole, self._held_sent
+        activations = self._held - gathered - sends - inputs
+        if self._keeps_sent:
+            sends += sent * (self.micro_steps - self.order.micro_steps)
         transient = self._peak - base - self._held
         if self._is_quick:
             activations = max(activations, self._reckoned())
         memory = Memory(
-            weights, gradients, masters, moments, gathered, inputs, activations, host, transient, self._peak_at
+            weights, gradients, masters, moments, gathered, sends, inputs, activations, host, transient, self._peak_at
         )  # fmt: skip
         owned = sum(t.numel() for t in share.shards.values())
         traffic = self._traffic()
@@ -209,6 +216,12 @@ class _Rehearsal:
     def _hold(self, held: int) -> None:
         if held > self._held:
             self._held, self._held_whole = held, self._whole()
+            self._held_sent = self._sent_bytes()
+
+    def _sent_bytes(self) -> int:
+        """Of what was sent and nobody else holds."""
+        cached = [t.untyped_storage() for t in self._outputs.values()]
+        return bytes_of(t for t in self._sent if not any(t.untyped_storage() is c for c in cached))
 
     def _note_peak(self, at: str) -> None:
         if self.live.peak > self._peak:
@@ -272,6 +285,7 @@ class _Rehearsal:
         to = rank_of_stage(stage + by, self.layout.pipeline, self._is_v)
         if to != self.grid.pipeline.rank:
             self.grid.pipeline.send_async(tensor, to)
+            self._sent = [*(self._sent if self._keeps_sent else ()), tensor.detach()]
         elif by > 0:
             self._inputs[stage + by, micro] = tensor.detach().requires_grad_()
         else:

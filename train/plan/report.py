@@ -93,6 +93,7 @@ def _memory(plan: Plan) -> list[str]:
         if memory.gathered
         else None,
         ("activations", memory.activations, f"a micro-batch: {flight}"),
+        ("sent activations", memory.sends, "kept by torch's schedule until the step ends") if memory.sends else None,
         ("inputs", memory.inputs, ""),
         ("transient", memory.transient, f"highest in: {memory.peak_at}"),
         ("total", memory.total, ""),
