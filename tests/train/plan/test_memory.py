@@ -21,10 +21,10 @@ MOE = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 96}
 CASES: dict[str, Case] = {
     "tensor 2 x data 2, zero1": (4, {"tensor": 2, "data": "zero1"}, {}),
     "pipeline 2, 1f1b": (2, {"pipeline": 2}, {}),
-    "fsdp 2, bfloat16": (2, {"data": "fsdp"}, {"precision": {"params": "bfloat16"}}),
+    "one rank, bfloat16": (1, {}, {"precision": {"params": "bfloat16"}}),
 }
 MORE: dict[str, Case] = {
-    "one rank, bfloat16": (1, {}, {"precision": {"params": "bfloat16"}}),
+    "fsdp 2, bfloat16": (2, {"data": "fsdp"}, {"precision": {"params": "bfloat16"}}),
     "ddp 2": (2, {}, {}),
     "zero1 4": (4, {"data": "zero1"}, {}),
     "pipeline 2, interleaved_zb": (2, {"pipeline": 2, "pipeline_schedule": "interleaved_zb"}, {}),
