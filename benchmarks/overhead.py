@@ -99,7 +99,7 @@ def step_table(repeats: int) -> str:
         took = medians(runs, repeats)
     rows = ["| | per layer and micro-batch | per micro-batch besides | per step besides |", "|---|---|---|---|"]
     for side in ("stoker", "bare loop"):
-        one, deep, long = (took[side, *size] for size in sizes)
+        one, deep, long = (took[(side, *size)] for size in sizes)
         layer = (deep - one) / (MANY - FEW)
         micro = (long - one) / 4 - FEW * layer
         rows.append(f"| {side} | {layer:.0f} | {micro:.0f} | {one - micro - FEW * layer:.0f} |")
@@ -196,8 +196,8 @@ CPU microseconds, medians; how they are taken apart stands in the script.
 
 {steps}
 
-Ours has loader, heartbeat, gradient buffers, clipping by the exact token count, a line of metrics; the bare loop has the
-model, AdamW and clipping.
+Ours has loader, heartbeat, gradient buffers, clipping by the exact token count, a line of metrics; the bare loop
+has the model, AdamW and clipping.
 
 ## A layer of one micro-batch
 
