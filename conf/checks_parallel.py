@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from .checks_pipeline import pipeline_rules
 from .layout import Layout, LayoutError
-from .pipeline import SCHEDULES
+from .pipeline import SCHEDULES, stages_per_rank
 from .problems import Problem
 from .schema import Config, ContextMethod, DataParallel
 
@@ -116,11 +116,16 @@ def _sharing(config: Config) -> Iterator[Problem]:
     if p.reduce_each and not is_sharded:
         message = f"is for parallel.data=fsdp and hsdp, which shard gradients; data is {p.data.value}"
         yield Problem("parallel.reduce_each", "true", message)
-    if p.reduce_each and p.pipeline > 1:
-        message = f"parallel.pipeline={p.pipeline} mixes the micro-batches of a step; expected false"
-        yield Problem("parallel.reduce_each", "true", message)
     schedule = SCHEDULES.get(p.pipeline_schedule)
-    if is_sharded and p.pipeline > 1 and config.model.tied_embeddings and schedule is not None and schedule.is_v:
+    if p.reduce_each and p.pipeline > 1 and schedule is not None and (schedule.is_split or stages_per_rank(p) > 1):
+        message = (
+            "a rank's gradients are complete micro-batch by micro-batch only with one stage per rank and a backward "
+            f"pass that is not split; set it to false, or take 1f1b or gpipe instead of {p.pipeline_schedule}"
+        )
+        yield Problem("parallel.reduce_each", "true", message)
+    layout = layout_of(config)
+    has_shards = is_sharded and layout is not None and layout.data_shard > 1
+    if has_shards and p.pipeline > 1 and config.model.tied_embeddings and schedule is not None and schedule.is_v:
         message = (
             f"parallel.pipeline_schedule={p.pipeline_schedule} has the first and the last stage on one rank, and with "
             "model.tied_embeddings they share a weight, which sharded ones cannot; zero1, ddp or interleaved_zb can"

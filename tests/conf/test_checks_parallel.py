@@ -55,11 +55,16 @@ RULES: list[tuple[dict[str, Any], list[str]]] = [
         "e parallel.reduce_each=true: is for parallel.data=fsdp and hsdp, which shard gradients; data is zero1",
     ]),
     ({"parallel.data": "fsdp", "parallel.reduce_each": True, "parallel.pipeline": 2, "cluster.procs_per_node": 2,
-      "train.micro_batch": 1}, [
-        "e parallel.reduce_each=true: parallel.pipeline=2 mixes the micro-batches of a step; expected false",
+      "train.micro_batch": 1}, []),
+    ({"parallel.data": "fsdp", "parallel.reduce_each": True, "parallel.pipeline": 2, "cluster.procs_per_node": 2,
+      "train.micro_batch": 1, "parallel.pipeline_schedule": "zbv"}, [
+        "e parallel.reduce_each=true: a rank's gradients are complete micro-batch by micro-batch only with one stage "
+        "per rank and a backward pass that is not split; set it to false, or take 1f1b or gpipe instead of zbv",
     ]),
     ({"parallel.data": "fsdp", "parallel.pipeline": 2, "parallel.pipeline_schedule": "zbv", "train.micro_batch": 1,
-      "model.tied_embeddings": True, "cluster.procs_per_node": 2}, [
+      "model.tied_embeddings": True, "cluster.procs_per_node": 2}, []),
+    ({"parallel.data": "fsdp", "parallel.pipeline": 2, "parallel.pipeline_schedule": "zbv", "train.micro_batch": 1,
+      "model.tied_embeddings": True, "cluster.procs_per_node": 4}, [
         "e parallel.data=fsdp: parallel.pipeline_schedule=zbv has the first and the last stage on one rank, and with "
         "model.tied_embeddings they share a weight, which sharded ones cannot; zero1, ddp or interleaved_zb can",
     ]),

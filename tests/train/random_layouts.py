@@ -70,13 +70,13 @@ def _axes(random: Random, world: int) -> tuple[dict[str, Any], int]:
         parallel["data_shard"] = random.choice([n for n in range(1, shares + 1) if shares % n == 0])
     parallel["sequence"] = random.random() < 0.75
     parallel["context_method"] = random.choice(["ring", "ulysses"])
-    could_reduce = parallel["data"] in ("fsdp", "hsdp") and (sizes["pipeline"] == 1 or random.random() < 0.1)
-    parallel["reduce_each"] = could_reduce and random.random() < 0.4
+    parallel["reduce_each"] = parallel["data"] in ("fsdp", "hsdp") and random.random() < 0.4
     parallel["bucket_mb"] = random.choice([0.001, 0.01, 1.0])
     if sizes["pipeline"] > 1:
         schedule = random.choice(_SCHEDULES)
         parallel["pipeline_schedule"] = schedule
         parallel["pipeline_chunks"] = random.choice([0, 1, 2, 3]) if schedule.startswith("interleaved") else 0
+        parallel["reduce_each"] &= schedule in ("gpipe", "1f1b") or random.random() < 0.2
     return parallel, data
 
 

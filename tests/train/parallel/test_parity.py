@@ -106,6 +106,11 @@ MORE: dict[str, Case] = {
     "tensor 2 x context 2 by ulysses": (4, {"tensor": 2, "context": 2, "context_method": "ulysses"}, EVERYTHING),
     "context 4 by ulysses, key heads on two ranks each": (4, {"context": 4, "context_method": "ulysses"}, EVERYTHING),
     "fsdp 2 x context 2": (4, {"data": "fsdp", "context": 2}, EVERYTHING),
+    "fsdp 2 x 1f1b, reduced in every micro-step": (
+        4,
+        {"data": "fsdp", "pipeline": 2, "reduce_each": True},
+        {**EVERYTHING, "train": {"micro_batch": 1}},
+    ),
     "pipeline 2 by interleaved_zb x context 2, gemma": (
         4,
         {"pipeline": 2, "pipeline_schedule": "interleaved_zb", "context": 2},
