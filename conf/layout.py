@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from .problems import Problem
 from .schema import Config, DataParallel
@@ -63,7 +64,8 @@ class Layout:
         data = world_size // model_ranks
         shard = data * p.context
         if p.data is DataParallel.hsdp:
-            shard = p.data_shard or max(1, config.cluster.procs_per_node // p.tensor)
+            of_node = max(1, config.cluster.procs_per_node // p.tensor)
+            shard = p.data_shard or gcd(of_node, data * p.context)
             if data * p.context % shard:
                 product = f"{data} x {p.context} = {data * p.context}"
                 message = f"does not divide data x context = {product}; {_divisors(data * p.context, shard)}"

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from stoker.conf.layout import Layout, LayoutError
-from stoker.conf.schema import Config
+from stoker.conf.schema import Config, DataParallel
 
 AXES = tuple(Layout().sizes)
 EXAMPLES = [
@@ -85,3 +85,17 @@ def test_the_data_axis_is_what_the_others_leave() -> None:
 def test_sizes_that_do_not_divide_are_refused(parallel: dict[str, object], world: int, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout.of(configured(**parallel), world)
+
+
+@pytest.mark.parametrize(
+    ("procs_per_node", "pipeline", "tensor", "shard"),
+    [(8, 1, 1, 8), (8, 4, 1, 4), (8, 1, 2, 4), (6, 4, 1, 3), (4, 1, 8, 1)],
+)
+def test_hsdp_shards_within_a_node_if_nothing_else_is_said(
+    procs_per_node: int, pipeline: int, tensor: int, shard: int
+) -> None:
+    """On two nodes; a node may hold several stages, or ranks of one and a half."""
+    config = Config()
+    config.parallel.data, config.parallel.pipeline, config.parallel.tensor = DataParallel.hsdp, pipeline, tensor
+    config.cluster.nodes, config.cluster.procs_per_node = 2, procs_per_node
+    assert Layout.of(config, 2 * procs_per_node).data_shard == shard
