@@ -6,6 +6,7 @@ get gradients (logits computed again, or gradients formed on the way forward) an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, overload
@@ -74,7 +75,7 @@ def linear_cross_entropy(
     token_grad: None computes each chunk's logits again in the backward pass. A number promises that the objective's
     derivative with respect to every loss is that number (say 1 / tokens): gradients are then formed while a chunk's
     logits exist, which saves one of four matrix products and holds [V, D] from forward to backward. A backward that
-    breaks the promise by one common factor is put right; any other raises ValueError.
+    breaks the promise by one common factor is put right; any other raises ValueError (on a GPU the device asserts).
     grad_weight_out: called once per backward with the weight's gradient [V, D] in promote_types(dtype, float32), the
     receiver's to keep and overwrite; autograd then sees no gradient for weight.
     chunk_tokens: tokens per chunk; None chooses from V alone.
@@ -207,7 +208,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             targets, grad_x, grad_weight = ctx.saved_tensors
             ratio = _common_ratio(grad_losses, targets, plan)
-            if ratio != 1.0:
+            if isinstance(ratio, Tensor):
+                # In place, as [V, D] twice would be much; a second backward pass is then refused by autograd.
+                grad_x, grad_weight = grad_x.mul_(ratio), None if grad_weight is None else grad_weight.mul_(ratio)
+            elif ratio != 1.0:
                 grad_x = grad_x * ratio
                 grad_weight = None if grad_weight is None else grad_weight * ratio
         if plan.sink is not None and grad_weight is not None:
@@ -221,10 +225,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _common_ratio(grad_losses: Tensor, targets: Tensor, plan: _Plan) -> float:
+def _common_ratio(grad_losses: Tensor, targets: Tensor, plan: _Plan) -> float | Tensor:
     """By what the gradients formed ahead must be multiplied: the losses' actual gradient over the promised one."""
     if grad_losses.is_meta:
         return 1.0
+    if grad_losses.device.type != "cpu" and grad_losses.numel() > 0:
+        return _common_ratio_on_device(grad_losses, targets == plan.ignore_index, plan)
     actual = grad_losses[targets != plan.ignore_index]
     if actual.numel() == 0:
         return 1.0
@@ -236,3 +242,11 @@ def _common_ratio(grad_losses: Tensor, targets: Tensor, plan: _Plan) -> float:
         f"linear_cross_entropy: token_grad={plan.token_grad} promised one gradient for every loss, "
         f"but they reach from {low:g} to {high:g}; weight the losses before, or leave token_grad=None"
     )
+
+
+def _common_ratio_on_device(grad_losses: Tensor, ignored: Tensor, plan: _Plan) -> Tensor:
+    """The same where looking means to wait: multiplying by 1 costs less, and a broken promise fails on the device."""
+    assert plan.token_grad is not None
+    low, high = grad_losses.masked_fill(ignored, math.inf).amin(), grad_losses.masked_fill(ignored, -math.inf).amax()
+    torch._assert_async(low >= high, "linear_cross_entropy: token_grad promised one gradient for every loss")
+    return torch.where(ignored.all(), 1.0, high / plan.token_grad)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from stoker.kernels import linear_cross_entropy as module
 from stoker.kernels.linear_cross_entropy import default_chunk
 from stoker.kernels.reference import cross_entropy, linear_cross_entropy
 
@@ -140,6 +141,25 @@ def test_a_promise_is_not_held_to_ignored_tokens():
     want = torch.autograd.grad(linear_cross_entropy(x, weight, targets).sum() * GRAD, (x, weight))
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_gpu_a_promise_is_put_right_or_refused_without_waiting_for_the_device(monkeypatch):
+    on_device = module._common_ratio_on_device
+    monkeypatch.setattr(module, "_common_ratio", lambda grad, targets, plan: on_device(grad, targets == -100, plan))
+    x, weight, targets = batch(torch.float64)
+    losses = linear_cross_entropy(x, weight, targets, token_grad=0.5)
+    upstream = (targets != -100).double() * GRAD
+    found = torch.autograd.grad((losses * upstream).sum(), (x, weight))
+    want = torch.autograd.grad(cross_entropy(x @ weight.T, targets).sum() * GRAD, (x, weight))
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    with pytest.raises(RuntimeError, match="promised one gradient for every loss"):
+        linear_cross_entropy(x, weight, targets, token_grad=0.5)[1].sum().backward()
+    x, weight, targets = batch()
+    losses = linear_cross_entropy(x, weight, torch.full_like(targets, -100), token_grad=0.5)
+    losses.sum().backward()
+    assert not x.grad.any()
+    assert not weight.grad.any()
 
 
 def test_without_gradients_nothing_is_formed_ahead(monkeypatch):
