@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..launcher.run.heartbeat import Phase
+from .comm import lost_peers
 from .data.dataset import Batch
 from .grid import Grid
 from .linear import WeightGradients
@@ -73,17 +74,19 @@ class Accumulation:
                 batch = next_batch()
             pulse.enter(Phase.STEP, micro)
             with clock.measure("forward_backward"):
-                with clock.trace("forward"):
-                    sums = self._model(batch, scale, dropout)
-                with clock.trace("backward"):
-                    sums.objective.backward()
-                    self._queue.drain()
+                with lost_peers():  # collectives of a compiled graph come to no Communicator
+                    with clock.trace("forward"):
+                        sums = self._model(batch, scale, dropout)
+                    with clock.trace("backward"):
+                        sums.objective.backward()
+                        self._queue.drain()
                 totals += counted([sums], self._grid)
         return totals
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """See Engine."""
-        sums = [self._model(batch) for batch in batches]
+        with lost_peers():
+            sums = [self._model(batch) for batch in batches]
         return counted(sums, self._grid)
 
 
