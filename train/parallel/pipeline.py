@@ -74,6 +74,8 @@ class Pipeline(Generic[MicroBatch, Result]):
         comm: Communicator,
         before: Callable[[str, int, int], None] = lambda kind, stage, micro: None,
     ) -> None:
+        """Collective over the axis; raises PeerLostError."""
+        comm.barrier()  # NCCL forms a group's communicator with its first use, for which transfers need all ranks there
         facts = SCHEDULES[schedule]
         self.stages, self.count, self.micro_steps, self.activation = stages, count, micro_steps, activation
         self._comm, self._is_v = comm, facts.is_v
