@@ -17,9 +17,10 @@ from pathlib import Path
 from .errors import UserError
 
 EPILOG = """examples:
-  model=llama-3.1-8b precision=bf16 --world 64 parallel.tensor=4 parallel.data=zero1 data.seq_len=8192
-  model=llama-3.1-8b precision=bf16 --world 64 data.seq_len=8192 train.micro_batch=1 --layouts 10
-  model=llama-3.1-8b --world 1024 --rank 17 parallel.tensor=8 parallel.pipeline=8    (build and run that rank dry)
+  model=llama-3.1-8b precision=bf16 data.seq_len=8192 train.global_batch=64 train.micro_batch=1 --world 64 --layouts 10
+  model=llama-3.1-8b train.global_batch=1024 --world 64 parallel.tensor=4 parallel.data=zero1
+  model=llama-3.1-8b train.global_batch=1024 --world 1024 --rank 17 parallel.tensor=8 parallel.pipeline=8
+      (build and run that rank dry)
   --world 8 parallel.pipeline=4 train.global_batch=64 --schedule
 What the lines mean: docs/plan.md."""
 
