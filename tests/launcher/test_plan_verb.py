@@ -15,4 +15,4 @@ def test_layouts_of_the_examples_are_not_refused(example: str) -> None:
     plain = compose(arguments.overrides, arguments.config_dir).plain
     _set_processes(plain["cluster"], arguments.world, arguments.gpus_per_node)
     found = errors(check(from_plain(plain), files=False))
-    assert {p.field for p in found} <= {"data.sources"}, found
+    assert {p.field for p in found} <= {"data.sources.0.prefix"}, found
