@@ -52,8 +52,9 @@ class Work:
         self._works = works
 
     def wait(self) -> None:
-        """Raises PeerLostError."""
-        for work in self._works:
+        """Raises PeerLostError. The backend's work is let go of, for it holds its buffers."""
+        works, self._works = self._works, ()
+        for work in works:
             if work is not None:
                 with lost_peers():
                     work.wait()

@@ -50,19 +50,37 @@ def configured(prefix: Path, case: Case) -> Config:
     return from_plain(plain)
 
 
+def choose_evenly(moe: Any, scores_TE: Any) -> Any:
+    """In place of a router's choice: experts in turn, as a plan assumes."""
+    import torch
+
+    tokens, experts = scores_TE.shape
+    each = moe.config.experts_per_token
+    choice_TK = torch.arange(tokens * each).view(tokens, each) % experts
+    weights_TK = scores_TE.gather(-1, choice_TK)
+    return choice_TK, weights_TK / weights_TK.sum(-1, keepdim=True)
+
+
 def measured(member: Any, plain: dict[str, Any], run: str) -> int:
     """Live bytes of one rank at the highest during its second step."""
     import torch
     from stoker.train.grid import form, single
     from stoker.train.loop import Trainer
+    from stoker.train.model.moe import MixtureOfExperts
     from stoker.train.plan.live import LiveBytes
 
+    MixtureOfExperts._choose = choose_evenly  # type: ignore[method-assign]
     config = from_plain(plain)
     grid = single() if member is None else form(member, Layout.of(config, member.world_size), timeout=120)
     is_sharded = config.parallel.data.value in ("fsdp", "hsdp")
+    # Built before anything is watched: under a dispatch mode FSDP2 does not let go of the whole weights.
+    trainer = Trainer.build(config, grid, make_context(run))
+    next_batch = trainer._next_batch
     with LiveBytes(resizes=is_sharded) as live:
-        trainer = Trainer.build(config, grid, make_context(run))
-        next_batch = trainer._next_batch
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+        live.watch(t for t in tensors if t.is_floating_point())
+        del tensors
 
         # As to another device; here batches are views of what was read ahead.
         trainer._next_batch = lambda: next_batch()._each(torch.clone)  # type: ignore[method-assign]
