@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from ..conf.layout import Layout
+from ..conf.layout import Layout, LayoutError
 from ..conf.load import from_plain
 from ..conf.schema import Config
 from ..launcher.run.attempts import Fence, SupersededError
@@ -196,6 +196,8 @@ def cause_of(error: BaseException) -> Cause:
 
     if isinstance(error, SupersededError):
         return Cause.SUPERSEDED
+    if isinstance(error, LayoutError):
+        return Cause.BAD_CONFIG
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return Cause.OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):

@@ -199,6 +199,14 @@ def test_an_exception_is_told_with_cause_and_traceback(tmp_path: Path, team: Tea
     assert fields["traceback"].startswith("Traceback")
 
 
+def test_a_layout_that_does_not_fit_is_a_wrong_setting(team: Team) -> None:
+    team.plain["parallel"]["tensor"] = 3
+    channels = [team.start(1, rank)[1] for rank in (0, 1)]
+    fields = team.zygote.receive(channels[0], "failed")["fields"]
+    assert fields["cause"] == "bad_config"
+    assert "1 x 1 x 3 = 3 does not divide the number of processes, 2" in fields["error"]
+
+
 def test_a_worker_stays_on_its_cpus(tmp_path: Path) -> None:
     """And so do the threads that it starts later."""
     from stoker.train.worker import bind
