@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 from .errors import UserError
+from .find import find_run
+from .run.views import metrics
 
 EPILOG = """examples:
   model=llama-3.1-8b precision=bf16 data.seq_len=8192 train.global_batch=64 train.micro_batch=1 --world 64 --layouts 10
@@ -36,7 +39,8 @@ def main(argv: list[str]) -> int:
         for name in ("device", "memory", "efficiency", "nvlink", "network", "rank", "layouts", "schedule", "json")
     }
     options["png"] = None if arguments.png is None else str(arguments.png.absolute())
-    options["schedule"] = arguments.schedule or arguments.png is not None
+    options["schedule"] = arguments.schedule or arguments.png is not None or arguments.run is not None
+    options["measured"] = None if arguments.run is None else _bubble_of(arguments.run)
     request = json.dumps({"config": plain, "options": options})
     with tempfile.TemporaryFile() as file:
         file.write(request.encode())
@@ -61,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--layouts", type=int, default=0, metavar="N", help="the N quickest layouts that fit --memory")
     p.add_argument("--schedule", action="store_true", help="draw the pipeline schedule")
     p.add_argument("--png", type=Path, metavar="FILE", help="with --schedule: as a picture too (needs matplotlib)")
+    p.add_argument("--run", metavar="RUN", help="with --schedule: beside the bubble that this run measured")
     p.add_argument("--json", action="store_true", help="numbers in bytes and seconds")
     p.add_argument("--memory", type=float, default=72.0, metavar="GiB", help="for tensors, per GPU (default: 72)")
     p.add_argument("--device", default="H100", metavar="NAME", help="whose peak FLOP/s count (default: H100)")
@@ -72,6 +77,19 @@ def _parser() -> argparse.ArgumentParser:
         "--network", type=float, default=40.0, metavar="GB/S", help="per GPU between nodes, one way (default: 40)"
     )
     return p
+
+
+def _bubble_of(name: str) -> str:
+    """What a run's metrics say of the bubble, in words.
+
+    Raises:
+        UserError: no such run, or it measured none.
+    """
+    run = find_run(name)
+    bubbles = [line["bubble"] for line in metrics(run) if isinstance(line.get("bubble"), float)]
+    if not bubbles:
+        raise UserError(f"--run {name}: no step of it measured a bubble; that takes a pipeline, and CPUs so far")
+    return f"measured in {run.path.name}: {100 * statistics.median(bubbles):.1f} %, median of {len(bubbles)} steps"
 
 
 def _set_processes(cluster: dict[str, object], world: int | None, gpus_per_node: int) -> None:

@@ -122,7 +122,7 @@ class Trainer:
         """Train to the last step, or to the stop step that the pulse names.
 
         Raises:
-            PeerLostError: another rank is gone; the state is that of the last completed step.
+            PeerLostError: another rank is gone; the state is void, and the next pass restores.
             DivergedError: too many bad steps in a row.
             StorageError: the final checkpoint could not be saved. (Others are tried again at the next interval.)
             BadInputError: the data is damaged.

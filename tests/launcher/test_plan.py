@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from stoker.launcher import cli
+from stoker.launcher.run.layout import RunDir
 
 SMALL = ("model.num_layers=4", "data.seq_len=64", "train.global_batch=16", "train.micro_batch=2")
 
@@ -52,3 +54,18 @@ def test_what_cannot_work_is_told_before_anything_is_built() -> None:
 def test_processes_that_fill_no_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--world", "12"]) == 2
     assert "--world 12: no multiple of --gpus-per-node 8" in capsys.readouterr().err
+
+
+def test_the_bubble_that_a_run_measured_stands_beside_the_computed_one(
+    make_run: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    run.attempt(1).path.mkdir(parents=True)
+    lines = [{"step": step, "bubble": bubble} for step, bubble in ((1, 0.5), (2, 0.25), (3, 0.3))]
+    run.attempt(1).metrics(1).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pipeline = ("--world", "4", "parallel.pipeline=4", "train.global_batch=32", "--schedule")
+    text = plan(*pipeline, "--run", str(run.path))
+    assert f"measured in {run.path.name}: 30.0 %, median of 3 steps" in text
+    run.attempt(1).metrics(1).write_text('{"step": 1}\n')
+    assert cli.main(["plan", *SMALL, *pipeline, "--run", str(run.path)]) == 2
+    assert "no step of it measured a bubble" in capsys.readouterr().err

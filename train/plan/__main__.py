@@ -37,6 +37,7 @@ class Options:
     layouts: int
     schedule: bool
     png: str | None
+    measured: str | None  # with schedule: what a run says of its bubble
     json: bool
 
 
@@ -83,7 +84,7 @@ def answer(config: Config, options: Options) -> str:
                 draw_png(Path(options.png), timeline)
             except ImportError:
                 raise PlanError("--png: matplotlib is not installed; pip install 'stoker[plot]'") from None
-        return draw_text(timeline)
+        return draw_text(timeline) + (f"{options.measured}\n" if options.measured else "")
     if options.json:
         return _json(json_of(plan))
     text = text_of(plan)
