@@ -4,7 +4,8 @@ Owns: the order of a step, the moment at which persistent state changes (`_commi
 one is made. Does not own: the model, the data's order, files, or what follows when a run ends or loses a rank.
 
 Persistent state (weights, optimizer state, step, consumed samples) changes only after the last collective of a step,
-so any two ranks are at most one step apart, and a step that lost a peer leaves the state as it was.
+so any two ranks are at most one step apart, and a peer lost before that leaves the state as it was. What has changed is
+then brought to the ranks that compute with it (`publish`).
 """
 
 from __future__ import annotations
