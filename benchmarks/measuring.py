@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -24,11 +25,19 @@ class Times:
     losses: list[float]
 
 
-def measure(steps: Mapping[str, Callable[[], float | None]], rounds: int, warmup: int) -> dict[str, Times]:
-    """One step of each in every round, in an order that changes. A step returns its loss, or None."""
+def measure(
+    steps: Mapping[str, Callable[[], float | None]], rounds: int, warmup: int, minutes: float = math.inf
+) -> dict[str, Times]:
+    """One step of each in every round, in an order that changes. A step returns its loss, or None.
+
+    Fewer rounds when `minutes` are over before; three at least.
+    """
+    ends = time.monotonic() + 60 * minutes
     orders = list(permutations(steps))
     times = {name: Times([], [], []) for name in steps}
     for number in range(warmup + rounds):
+        if time.monotonic() > ends and number >= warmup + 3:
+            break
         for name in orders[number % len(orders)]:
             wall, cpu = time.perf_counter(), time.process_time()
             loss = steps[name]()

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -130,17 +131,22 @@ class Runner:
         self.process.wait()
 
 
-def measure(names: Sequence[str], venvs: Path, rounds: int, warmup: int) -> list[Runner]:
+def measure(names: Sequence[str], venvs: Path, rounds: int, warmup: int, minutes: float) -> list[Runner]:
+    """Fewer rounds when `minutes` are over before; three at least."""
     for name in names:
         python_of(name, venvs)
+    ends = time.monotonic() + 60 * minutes
     runners: list[Runner] = []
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TMPDIR"] = scratch  # for what the peers write
         try:
             for name in names:
                 runners.append(Runner.start(name, venvs, Path(scratch) / f"{name}.log"))
-                runners[-1].wait()
+            for runner in runners:
+                runner.wait()
             for number in range(warmup + rounds):
+                if time.monotonic() > ends and number >= warmup + 3:
+                    break
                 first = number % len(runners)  # the order turns, and runs backwards in every other round
                 order = (runners[first:] + runners[:first])[:: 1 if number % 2 else -1]
                 for runner in order:
@@ -151,7 +157,7 @@ def measure(names: Sequence[str], venvs: Path, rounds: int, warmup: int) -> list
     return runners
 
 
-def report(runners: Sequence[Runner], rounds: int) -> str:
+def report(runners: Sequence[Runner]) -> str:
     ours = next(runner for runner in runners if runner.name == "stoker")
     rows = []
     for r in sorted(runners, key=lambda runner: statistics.median(runner.cpu)):
@@ -166,7 +172,7 @@ def report(runners: Sequence[Runner], rounds: int) -> str:
             "|---|---|---|---|---|---|",
             *rows,
             "",
-            f"{rounds} rounds of one step each; speeds are medians of the rounds' ratios (quartiles).",
+            f"{len(ours.cpu)} rounds of one step each; speeds are medians of the rounds' ratios (quartiles).",
         ]
     )
 
@@ -176,12 +182,13 @@ def main() -> None:
     parser.add_argument("peers", nargs="*", choices=[*PEERS, []], help="default: all; stoker is always one of them")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=60.0, help="after so many no round begins")
     parser.add_argument("--venvs", type=Path, default=Path.home() / ".cache" / "stoker-bench")
     parser.add_argument("--report", type=Path, help="write the result there as Markdown")
     arguments = parser.parse_args()
     names = list(dict.fromkeys(["stoker", *(arguments.peers or PEERS)]))
-    runners = measure(names, arguments.venvs.absolute(), arguments.rounds, arguments.warmup)
-    text = f"{report(runners, arguments.rounds)}\n\n{machine()}."
+    runners = measure(names, arguments.venvs.absolute(), arguments.rounds, arguments.warmup, arguments.minutes)
+    text = f"{report(runners)}\n\n{machine()}."
     print(text)
     if arguments.report:
         title = f"# Our step beside other trainers', {date.today()}"

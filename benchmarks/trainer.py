@@ -120,7 +120,7 @@ def scene(case: Case, steps: int) -> Iterator[tuple[Path, Config]]:
 # ---- speed
 
 
-def speed(name: str, rounds: int, warmup: int) -> str:
+def speed(name: str, rounds: int, warmup: int, minutes: float) -> str:
     case = CASES[name]
     with scene(case, rounds + warmup) as (folder, config):
         trainer = our_trainer(folder / "run", config)
@@ -132,14 +132,14 @@ def speed(name: str, rounds: int, warmup: int) -> str:
             for variant, precision in case.against.items()
         }
         steps: dict[str, Callable[[], float | None]] = {"bare": loops.pop("bare").step, "ours": stepping(trainer)}
-        times = measure(steps | {variant: loop.step for variant, loop in loops.items()}, rounds, warmup)
+        times = measure(steps | {variant: loop.step for variant, loop in loops.items()}, rounds, warmup, minutes)
         lines = trainer.context.attempt.metrics(1).read_text().splitlines()
         trainer.close()
     times["ours"].losses.extend(json.loads(line)["loss"] for line in lines)
-    return speed_report(case.title, times, rounds)
+    return speed_report(case.title, times)
 
 
-def speed_report(title: str, times: dict[str, Times], rounds: int) -> str:
+def speed_report(title: str, times: dict[str, Times]) -> str:
     base, ours = times["bare"], times["ours"]
     rows = []
     for name, t in times.items():
@@ -154,7 +154,7 @@ def speed_report(title: str, times: dict[str, Times], rounds: int) -> str:
             "|---|---|---|---|---|---|",
             *rows,
             "",
-            f"{rounds} rounds. Our loss and the bare one differ by {apart[0]:.1e} in the first step and by at most "
+            f"{len(ours.cpu)} rounds. Our loss and the bare one differ by {apart[0]:.1e} in the first step, by at most "
             f"{max(apart):.1e} in all {len(apart)}.",
             "",
         ]
@@ -234,22 +234,21 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=30.0, help="per case; after so many no round begins")
     parser.add_argument("--report", type=Path, help="write the result there as Markdown")
     parser.add_argument("--speed", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.speed:
-        print(speed(arguments.speed, arguments.rounds, arguments.warmup))
+        print(speed(arguments.speed, arguments.rounds, arguments.warmup, arguments.minutes))
         return
     if arguments.peak:
         what, name, side = arguments.peak
         print(MEASURES[what](name, side))
         return
-    names, length = (
-        arguments.cases or list(CASES),
-        ["--rounds", str(arguments.rounds), "--warmup", str(arguments.warmup)],
-    )
+    names = arguments.cases or list(CASES)
+    length = [f"--{name}={getattr(arguments, name)}" for name in ("rounds", "warmup", "minutes")]
     parts = [TITLE]
     for name in names:
         parts.append(in_process("--speed", name, *length))
