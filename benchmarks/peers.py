@@ -188,11 +188,33 @@ def main() -> None:
     arguments = parser.parse_args()
     names = list(dict.fromkeys(["stoker", *(arguments.peers or PEERS)]))
     runners = measure(names, arguments.venvs.absolute(), arguments.rounds, arguments.warmup, arguments.minutes)
-    text = f"{report(runners)}\n\n{machine()}."
+    text = TEXT.format(date=date.today(), table=report(runners), machine=machine())
     print(text)
     if arguments.report:
-        title = f"# Our step beside other trainers', {date.today()}"
-        arguments.report.write_text(f"{title}\n\n{text}\n")
+        arguments.report.write_text(text)
+
+
+TEXT = """# Our step beside other trainers'
+
+`python benchmarks/peers.py`, {date}. All train the same shape (8 layers, hidden 256, 8 heads, 4 key heads, ffn 768,
+sequence 256, vocabulary 8192 untied: 10,490,112 parameters, checked) on batches of 8 in float32 with AdamW, clipping at
+1, eager, one process, one thread. Each is its own trainer with its own loader, loss, metrics and logging; a step is
+what lies between two updates of the weights, and the steps of all are taken in turn. The bare loop is
+benchmarks/bare.py.
+
+{table}
+
+What each got so that it runs on a CPU at all (peers/with_*.py), none of which touches its arithmetic:
+
+- torchtitan: answers to what it asks of torch.cpu; its own ScaledDotProductAttention, as its language models offer flex
+  and varlen attention only; no activation checkpointing; FSDP2 on one rank and the chunked loss are its defaults.
+- megatron-core: answers for torch.cuda; GPTModel of local layers, its DistributedDataParallel and its optimizer.
+  Without Transformer Engine it has no fused attention.
+- OLMo-core: nothing; AdamW fused was asked for.
+- litgpt: torch.compile of the whole model, which is hard-wired, is left out; its AdamW is fused on CUDA only.
+
+{machine}.
+"""
 
 
 if __name__ == "__main__":
