@@ -204,7 +204,7 @@ benchmarks/bare.py.
 
 {table}
 
-What each got so that it runs on a CPU at all (peers/with_*.py), none of which touches its arithmetic:
+What each got so that it runs on a CPU, eager like the others (peers/with_*.py):
 
 - torchtitan: answers to what it asks of torch.cpu; its own ScaledDotProductAttention, as its language models offer flex
   and varlen attention only; no activation checkpointing; FSDP2 on one rank and the chunked loss are its defaults.
