@@ -175,9 +175,9 @@ IN_FLOAT32: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_FLOAT32)
+@pytest.mark.parametrize("name", [*IN_FLOAT32, *(pytest.param(name, marks=pytest.mark.full) for name in CASES | MORE)])
 def test_in_float32_a_layout_differs_by_rounding_only(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
-    world, layout, other = IN_FLOAT32[name]
+    world, layout, other = (CASES | MORE | IN_FLOAT32)[name]
     other = {**other, "precision": {"params": "float32"}, "optim": {"lr": 1e-3}}
     found = parity.run(run_ranks, configured(tiny_data, **other, parallel=layout), world)
     parity.assert_close(found, alone(other), lr=1e-3)
