@@ -348,11 +348,14 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--report", type=Path, help="write the result there as Markdown")
     arguments = parser.parse_args()
-    texts = [compare(name, arguments.rounds, arguments.warmup) for name in arguments.cases or CASES]
-    text = "\n".join([*texts, f"{machine()}, {RANKS} processes with one thread each."])
-    print(text)
+    parts = ["# Our parallel step against loops by hand", ""]
+    for name in arguments.cases or CASES:
+        parts.append(compare(name, arguments.rounds, arguments.warmup))
+        print(parts[-1], flush=True)
+    parts.append(f"{machine()}, {RANKS} processes with one thread each.")
+    print(parts[-1])
     if arguments.report:
-        arguments.report.write_text(f"# Our parallel step against loops by hand\n\n{text}\n")
+        arguments.report.write_text("\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":
