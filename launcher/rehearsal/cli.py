@@ -44,8 +44,6 @@ def main(argv: Sequence[str]) -> int:
         print("stoker cluster: interrupted; what had been started is taken down again", file=sys.stderr)
         return 130
     except (ClusterError, ValueError, OSError) as error:
-        for line in getattr(error, "log", ()):
-            print(f"  | {line}", file=sys.stderr)
         print(f"stoker cluster {arguments.verb}: {error}", file=sys.stderr)
         return 1
 

@@ -35,7 +35,11 @@ class ClusterError(Exception):
 
     def __init__(self, message: str, log: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.log = tuple(log)
+        self.message, self.log = message, tuple(log)
+
+    def __str__(self) -> str:
+        """With the log: whoever meets the error as a traceback has nothing else, once the cluster's files are gone."""
+        return "\n".join([self.message, *(f"    {line}" for line in self.log)])
 
 
 class NotUp(ClusterError):

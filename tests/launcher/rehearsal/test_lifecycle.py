@@ -86,6 +86,7 @@ def test_a_daemon_that_fails_is_named_with_its_last_words(
     with pytest.raises(ClusterError, match=f"{daemon}.* ended with status 1") as failure:
         Cluster.start(ClusterSpec(nodes=2, isolate=isolate, settings=(setting,)), directory)
     assert any("nonsense" in line for line in failure.value.log)
+    assert "nonsense" in str(failure.value)
     assert_nothing_left(directory)
 
 
