@@ -38,3 +38,18 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("data") / "tiny"
     make_data(prefix)
     return prefix
+
+
+@pytest.fixture(scope="session")
+def alone(tiny_data: Path) -> Callable[[dict[str, dict[str, Any]]], Any]:
+    """The run of a parity case on one process; cases that differ in their layout alone share it."""
+    import parity
+
+    known: dict[str, parity.Run] = {}
+
+    def run(other: dict[str, dict[str, Any]]) -> parity.Run:
+        if repr(other) not in known:
+            known[repr(other)] = parity.run(None, parity.configured(tiny_data, **other))
+        return known[repr(other)]
+
+    return run

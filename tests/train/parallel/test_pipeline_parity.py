@@ -58,19 +58,6 @@ MORE: dict[str, Case] = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_data: Path) -> Any:
-    """The run of a case on one process; cases that differ in their layout alone share it."""
-    known: dict[str, parity.Run] = {}
-
-    def run(other: dict[str, dict[str, Any]]) -> parity.Run:
-        if repr(other) not in known:
-            known[repr(other)] = parity.run(None, configured(tiny_data, **other))
-        return known[repr(other)]
-
-    return run
-
-
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_a_pipeline_computes_what_one_process_computes(run_ranks: Any, tiny_data: Path, alone: Any, name: str) -> None:
     world, layout, other = (CASES | MORE)[name]
