@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .budgets import budget_problems
+from .checks_checkpoint import checkpoint_rules
 from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
@@ -24,7 +25,7 @@ from .checks_task import task_rules
 from .fields import show
 from .load import to_plain
 from .problems import Problem, Severity, nearest
-from .schema import Config, ContextMethod, Continuation, ParamDtype, Schedule
+from .schema import Config, ContextMethod, ParamDtype, Schedule
 
 # The ops of stoker.kernels, which this package does not import, and the implementations it may be asked for.
 OPS = (
@@ -59,7 +60,7 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     """
     rules = [_strings, _identity, _ranges, _fabric, cluster_rules, environment_rules, task_rules, profile_rules]
     if not config.task.cmd:  # a script of the user's own reads none of this
-        rules += [model_rules, _batch, _steps, _optimizer, _kernels, _validation, _checkpoints]
+        rules += [model_rules, _batch, _steps, _optimizer, _kernels, _validation, checkpoint_rules]
         rules += [memory_rules, parallel_rules, expert_rules, data_rules]
     problems = [problem for rule in rules for problem in rule(config)]
     if files:
@@ -126,7 +127,8 @@ _NOT_NEGATIVE = (
     " model.shared_expert_ffn_size model.dense_layers model.balance_weight model.balance_rate model.router_z_loss"
     " data.validation_tokens data.prefetch parallel.data_shard parallel.pipeline_chunks optim.min_lr"
     " optim.weight_decay optim.clip_norm optim.warmup_steps optim.decay_steps"
-    " checkpoint.interval resilience.warning resilience.hang_timeout resilience.max_restarts"
+    " checkpoint.interval checkpoint.minutes checkpoint.staging_mb checkpoint.keep_every checkpoint.keep_best"
+    " resilience.warning resilience.hang_timeout resilience.max_restarts"
     " resilience.backoff resilience.max_backoff"
     " cluster.gpus_per_node"
 )
@@ -248,12 +250,6 @@ def _validation(config: Config) -> Iterator[Problem]:
         yield Problem("data.validation_tokens", str(held), message)
     if interval > config.train.steps > 0:
         yield _warning("train.eval_interval", interval, f"longer than the run: train.steps={config.train.steps}")
-
-
-def _checkpoints(config: Config) -> Iterator[Problem]:
-    if config.checkpoint.interval == 0 and config.resilience.continuation is Continuation.requeue:
-        message = "with resilience.continuation=requeue: a stop without warning starts again at step 0; set an interval"
-        yield _warning("checkpoint.interval", 0, message)
 
 
 def _warning(field: str, value: object, message: str) -> Problem:

@@ -191,6 +191,7 @@ class ModelConfig:
     logit_softcap: float = 0.0  # the same for the output logits
     embedding_scale: float = 1.0  # factor of the embeddings (Gemma: sqrt(hidden_size))
     tied_embeddings: bool = False  # the output layer is the embedding
+    init_from: str | None = None  # weights to begin with: hf:DIR (Hugging Face) or a checkpoint's directory
     init_std: float = 0.02  # standard deviation of the initial weights
     dropout: float = 0.0  # residual dropout
     z_loss: float = 0.0  # weight of the squared log-normaliser in the loss
@@ -298,9 +299,17 @@ class KernelsConfig:
 
 @dataclass
 class CheckpointConfig:
-    interval: int = 1000  # steps; 0 = only at the end and at a warned stop
-    keep: int = 3  # newest valid checkpoints kept; the last valid one is never deleted
+    interval: int = 1000  # steps from one to the next; 0: none because of steps
+    minutes: float = 0.0  # minutes from one to the next, whatever the steps; 0: none because of time
     at_end: bool = True  # after the last step
+    asynchronous: bool = True  # train on while it is written; false: wait until it is on stable storage
+    staging_mb: int = 0  # MB of host memory per rank for copies of the state; 0: two whole copies if they fit
+    keep: int = 3  # newest valid checkpoints kept; the last verified one is never deleted
+    keep_every: int = 0  # steps; those at a multiple of it are kept besides; 0: none
+    keep_best: int = 0  # so many with the lowest validation loss are kept besides
+    storage: str | None = None  # where they lie: a directory or s3://BUCKET/PREFIX; default: in the run directory
+    local: str | None = None  # directory on the nodes' own disks: written there first, copied on in the background
+    stripes: int = 0  # Lustre: stripe count of large files; -1: all targets, 0: by the file's size
 
 
 @dataclass

@@ -200,7 +200,10 @@ MISTAKES = {
         "xyzzy: unknown key; the top level has: name, run_root, seed, plugins, train, model, data, parallel, memory, "
         "optim, precision, kernels, checkpoint, resilience, tracking, cluster, container, fabric, task, profile"
     ),
-    "checkpoint.foo=1": "checkpoint.foo: unknown key; checkpoint has: interval, keep, at_end",
+    "checkpoint.foo=1": (
+        "checkpoint.foo: unknown key; checkpoint has: interval, minutes, at_end, asynchronous, staging_mb, keep, "
+        "keep_every, keep_best, storage, local, stripes"
+    ),
     "train.steps.x=1": "train.steps.x: unknown key; train.steps is an integer and has no `x`",
     "data.sources.x.prefix=1": (
         "data.sources.x.prefix: unknown key; data.sources is a list of DataSource and has no `x`"

@@ -1,0 +1,55 @@
+"""Rules for checkpoints: when, where, and which are kept; and for the weights that a run begins with.
+
+Owns: what can be said from the settings alone. Whether a place can be written is for launcher and writers to see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from .problems import Problem
+from .schema import Config, Continuation
+
+_LEAST_STAGING = 16  # MB: two halves of two checksum blocks
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s?#]*)?")
+
+
+def checkpoint_rules(config: Config) -> Iterator[Problem]:
+    """All rules of this file."""
+    yield from _policy(config)
+    yield from _places(config)
+    yield from _initial_weights(config)
+
+
+def _policy(config: Config) -> Iterator[Problem]:
+    c = config.checkpoint
+    if c.interval == 0 and c.minutes == 0 and config.resilience.continuation is Continuation.requeue:
+        message = "with resilience.continuation=requeue: a stop without warning starts again at step 0; set an interval"
+        yield Problem("checkpoint.interval", "0", message, "warning")
+    if 0 < c.staging_mb < _LEAST_STAGING:
+        message = f"expected at least {_LEAST_STAGING}, or 0 for two whole copies where they fit"
+        yield Problem("checkpoint.staging_mb", str(c.staging_mb), message)
+    if c.keep_best and config.train.eval_interval == 0:
+        message = "which are best is known from validation; set train.eval_interval and data.validation_tokens"
+        yield Problem("checkpoint.keep_best", str(c.keep_best), message)
+    if c.keep_every and c.interval and c.keep_every % c.interval:
+        message = f"expected a multiple of checkpoint.interval={c.interval}: other steps are not saved regularly"
+        yield Problem("checkpoint.keep_every", str(c.keep_every), message, "warning")
+    if c.stripes < -1:
+        yield Problem("checkpoint.stripes", str(c.stripes), "expected a count, -1 for all targets, 0 for by size")
+
+
+def _places(config: Config) -> Iterator[Problem]:
+    storage, local = config.checkpoint.storage, config.checkpoint.local
+    if storage is not None and not _BUCKET.fullmatch(storage) and not PurePosixPath(storage).is_absolute():
+        yield Problem("checkpoint.storage", storage, "expected an absolute path, or s3://BUCKET/PREFIX")
+    if local is not None and not PurePosixPath(local).is_absolute():
+        yield Problem("checkpoint.local", local, "expected an absolute path: a directory on each node's own disk")
+
+
+def _initial_weights(config: Config) -> Iterator[Problem]:
+    chosen = config.model.init_from
+    if chosen is not None and not chosen.removeprefix("hf:").strip():
+        yield Problem("model.init_from", f"'{chosen}'", "expected hf:DIR, or the directory of a checkpoint")

@@ -1,0 +1,79 @@
+"""How a rank has its part of a checkpoint persisted, by whichever process does it, while it trains on.
+
+Owns: the interface between the checkpointer (one per rank) and a writer: the node's writer process, or a thread of this
+process where there is none (tools, tests, after that process was lost). A writer knows bytes, never tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a checkpoint: a shard of `size` bytes, its block checksums, and its lines of the index."""
+
+    job: int  # number of the save; grows
+    spec: dict[str, Any]  # of the target (train/storage/base.py)
+    rank: int
+    step: int
+    attempt: int  # whose save it is: a writer checks the fence of this attempt before each file
+    size: int
+    lines: int  # bytes of the index lines; they lie in the segment behind the first wave
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Bytes `file_at : file_at + size` of the shard lie at `segment_at` in state segment `segment` (0 or 1)."""
+
+    segment: int
+    segment_at: int
+    file_at: int  # a multiple of the checksum block, as every size but the last wave's
+    size: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a job. `what`: `wave` (that wave's memory may be used again), `part` (the rank's files are on
+    stable storage), `published`, or `failed` (`error` says why; nothing more comes for this job)."""
+
+    job: int
+    what: str
+    fields: dict[str, Any]  # part: shard, sidecar (FileEntry as dict), part (crc32 of the lines), seconds
+    error: str | None = None
+    superseded: bool = False  # failed because a later attempt has begun
+
+
+class Persister(Protocol):
+    """Used by one thread. Nothing here waits for storage except `wait`; nothing raises for it either: see `Answer`."""
+
+    def begin(self, part: Part) -> None:
+        """A new job; the one before is done, failed or abandoned."""
+        ...
+
+    def wave(self, job: int, wave: Wave) -> None:
+        """These bytes are packed and will not change until their answer has come. The last wave ends at `size`."""
+        ...
+
+    def publish(self, job: int, request: dict[str, Any]) -> None:
+        """Rank 0, when all ranks' parts are written: merge the index lines, write the manifest, publish, prune.
+
+        `request`: `written` (the fields of all ranks' `part` answers, by rank), `manifest` (its fields without files),
+        `keep` (what retention needs).
+        """
+        ...
+
+    def abandon(self, job: int) -> None:
+        """Leave the job: no further answer comes for it, and the memory of its waves is free when this returns."""
+        ...
+
+    def poll(self) -> list[Answer]:
+        """Answers that have come."""
+        ...
+
+    def wait(self, timeout: float) -> list[Answer]:
+        """At least one answer, or none after `timeout` seconds."""
+        ...
+
+    def close(self) -> None: ...

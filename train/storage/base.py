@@ -1,0 +1,95 @@
+"""What a place for checkpoints can do. One implementation per kind: POSIX directories, object stores, tests' stand-ins.
+
+Owns: the two interfaces between the checkpointer and its writers on one side and storage on the other. A `Target` is
+one checkpoint under preparation: nobody takes it for one before `publish`. A `Shelf` is all checkpoints of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ...launcher.run.layout import CheckpointName
+from ...launcher.run.manifest import Manifest
+from ..state.source import ByteSource
+
+
+class Sink(Protocol):
+    """One new file, written from its beginning to its end."""
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes; they may be changed when this returns.
+
+        Raises:
+            OSError: with the file's name; the file is of no use any more.
+        """
+        ...
+
+    def finish(self) -> None:
+        """On stable storage, with all its bytes, when this returns. Raises as `write`."""
+        ...
+
+    def abort(self) -> None:
+        """Leave it: nothing is promised about what lies there. Never raises; safe after `finish`."""
+        ...
+
+
+class Target(Protocol):
+    """One checkpoint under preparation. Every process makes its own from the same `spec` (see `Shelf.prepare`)."""
+
+    spec: dict[str, Any]  # plain JSON: what `target_of` makes the same target from, in any process of the run
+
+    def create(self, file: str, size: int) -> Sink:
+        """Begin the new file `file` that will have `size` bytes. Raises OSError."""
+        ...
+
+    def read(self, file: str) -> bytes:
+        """A small file of this target that any of its processes has finished. Raises OSError."""
+        ...
+
+    def delete(self, files: Sequence[str]) -> None:
+        """Delete small files of this target. Raises OSError."""
+        ...
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest and make this a checkpoint, whole or not at all; durable when this returns.
+
+        All files that the manifest names are finished. Raises OSError: it is no checkpoint.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Take everything away. Raises OSError; `Shelf.sweep` of a later attempt will try again."""
+        ...
+
+
+class Shelf(Protocol):
+    """All checkpoints of one run."""
+
+    def names(self) -> list[CheckpointName]:
+        """Newest first; whether they are valid is not looked at. Raises OSError."""
+        ...
+
+    def manifest(self, name: CheckpointName) -> Manifest:
+        """Manifest and sizes, checked; kilobytes are read. Raises InvalidCheckpointError."""
+        ...
+
+    def source(self, name: CheckpointName) -> ByteSource:
+        """The bytes of a checkpoint's files."""
+        ...
+
+    def prepare(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
+        """Rank 0's writer: make the place for a new checkpoint, and return the `spec` of its target.
+
+        `token` tells preparations of one name apart; `total`: bytes of all its files; `shards`: large files, of about
+        equal size. Raises OSError (ENOSPC when it is known beforehand that it does not fit; says what is full).
+        """
+        ...
+
+    def remove(self, name: CheckpointName) -> None:
+        """At once no checkpoint any more, then deleted. Raises OSError: it is still there."""
+        ...
+
+    def sweep(self, attempt: int) -> None:
+        """Remove what attempts below `attempt` left unfinished. Errors are passed over."""
+        ...
