@@ -6,12 +6,24 @@ one checkpoint under preparation: nobody takes it for one before `publish`. A `S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import Manifest
 from ..state.source import ByteSource
+
+LastCheck = Callable[[], None]
+
+
+def nothing() -> None:
+    """A `LastCheck` that has nothing against it."""
+
+
+def fresh_token(generation: int) -> str:
+    """What tells preparations of one checkpoint apart; see `Shelf.prepare`."""
+    return f"g{generation:04d}-{secrets.token_hex(4)}"
 
 
 class Sink(Protocol):
@@ -51,10 +63,14 @@ class Target(Protocol):
         """Delete small files of this target. Raises OSError."""
         ...
 
-    def publish(self, manifest: Manifest) -> None:
+    def publish(self, manifest: Manifest, last_check: LastCheck = nothing) -> None:
         """Write the manifest and make this a checkpoint, whole or not at all; durable when this returns.
 
-        All files that the manifest names are finished. Raises OSError: it is no checkpoint.
+        All files that the manifest names are finished; their sizes are looked at once more. `last_check` is called
+        right before the one call that makes it a checkpoint: the place for the fence, and for failpoints.
+
+        Raises:
+            OSError, and what `last_check` raises: it is no checkpoint.
         """
         ...
 
@@ -81,8 +97,9 @@ class Shelf(Protocol):
     def prepare(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
         """Rank 0's writer: make the place for a new checkpoint, and return the `spec` of its target.
 
-        `token` tells preparations of one name apart; `total`: bytes of all its files; `shards`: large files, of about
-        equal size. Raises OSError (ENOSPC when it is known beforehand that it does not fit; says what is full).
+        `token`, from `fresh_token`, tells preparations of one name apart; `total`: bytes of all its files; `shards`:
+        large files, of about equal size. Raises OSError (ENOSPC when it is known beforehand that it does not fit;
+        says what is full).
         """
         ...
 

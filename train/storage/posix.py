@@ -1,0 +1,181 @@
+"""Checkpoints in a directory of any POSIX file system: local, parallel or network.
+
+Owns: names of what is unfinished or going, writing and publishing, atomic removal. A directory with a checkpoint's name
+appears and disappears in one rename, so nobody ever sees half of one. Does not own: when these happen, or what a
+particular kind of file system likes (filesystem.py, lustre.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...launcher.run.files import fsync_dir, naming
+from ...launcher.run.layout import CheckpointName
+from ...launcher.run.manifest import InvalidCheckpointError, Manifest, check_sizes, read_manifest, verify
+from ..state.source import ByteSource, FileSource
+from .base import LastCheck, nothing
+
+_UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-g\d{4,}-[0-9a-f]+")
+_GOING = ".tmp-deleting-"
+_CHUNK = 32 * 1024 * 1024  # bytes per write: large for parallel file systems, small enough to notice a full one early
+
+
+class PosixSink:
+    """One new file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        with naming(path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, data: memoryview) -> None:
+        """Writes end at multiples of 32 MiB of the file, so that none but the last touches a part of a file system's
+        block (GPFS: up to 16 MiB; a part of one is read before it is written)."""
+        view, done = data.cast("B"), 0
+        with naming(self._path):
+            while done < len(view):
+                end = done + min(_CHUNK - self._at % _CHUNK, len(view) - done)
+                written = os.write(self._fd, view[done:end])
+                done += written
+                self._at += written
+
+    def finish(self) -> None:
+        with naming(self._path):
+            os.fsync(self._fd)
+            fd, self._fd = self._fd, -1
+            os.close(fd)  # a network file system may report a full disk only here
+        fsync_dir(self._path.parent)
+
+    def abort(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class PosixTarget:
+    """A directory under a temporary name."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self._folder = Path(spec["folder"])
+        self._directory = self._folder / spec["unfinished"]
+
+    def create(self, file: str, size: int) -> PosixSink:
+        return PosixSink(self._directory / file)
+
+    def read(self, file: str) -> bytes:
+        path = self._directory / file
+        with naming(path):
+            return path.read_bytes()
+
+    def delete(self, files: Sequence[str]) -> None:
+        for file in files:
+            (self._directory / file).unlink()
+
+    def publish(self, manifest: Manifest, last_check: LastCheck = nothing) -> None:
+        """If a whole checkpoint has that name already, that one stays and this one goes.
+
+        Raises:
+            OSError, and what `last_check` raises: it is no checkpoint.
+        """
+        manifest.write(self._directory)
+        try:
+            check_sizes(self._directory, manifest)
+        except InvalidCheckpointError as e:
+            raise OSError(errno.EIO, str(e)) from e
+        last_check()
+        _give_name(self._directory, self._folder / str(manifest.name))
+        fsync_dir(self._folder)
+
+    def discard(self) -> None:
+        remove_directory(self._directory)
+
+
+class PosixShelf:
+    """The folder of a run's checkpoints. `folder` may be a link; it is made when the first checkpoint is prepared."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[CheckpointName]:
+        try:
+            found = (CheckpointName.parse(name) for name in os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+        return sorted((c for c in found if c), reverse=True)
+
+    def manifest(self, name: CheckpointName) -> Manifest:
+        directory = self.folder / str(name)
+        manifest = read_manifest(directory)
+        check_sizes(directory, manifest)
+        return manifest
+
+    def source(self, name: CheckpointName) -> ByteSource:
+        return FileSource(self.folder / str(name))
+
+    def prepare(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fsync_dir(self.folder.parent)
+        unfinished = f".tmp-{name}-{token}"
+        assert _UNFINISHED.fullmatch(unfinished), unfinished
+        (self.folder / unfinished).mkdir()
+        return {"kind": "posix", "folder": str(self.folder), "unfinished": unfinished}
+
+    def remove(self, name: CheckpointName) -> None:
+        remove_directory(self.folder / str(name))
+
+    def sweep(self, attempt: int) -> None:
+        """What is swept is renamed before it is deleted: a writer of such an attempt that was frozen just before its
+        rename could otherwise publish a directory that is half deleted."""
+        with contextlib.suppress(OSError):
+            for path in list(self.folder.iterdir()):
+                unfinished = _UNFINISHED.fullmatch(path.name)
+                name = CheckpointName.parse(unfinished[1]) if unfinished else None
+                if path.name.startswith(_GOING):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif name is not None and name.attempt < attempt:
+                    with contextlib.suppress(OSError):
+                        remove_directory(path)
+
+
+def remove_directory(directory: Path) -> None:
+    """Take a directory away at once, then delete it; whatever cannot be deleted is left to the next `sweep`.
+
+    Raises:
+        OSError: it could not be renamed and is still there.
+    """
+    going = directory.with_name(f"{_GOING}{directory.name.removeprefix('.tmp-')}-{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(directory, going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def _give_name(finished: Path, target: Path) -> None:
+    try:
+        os.rename(finished, target)
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise OSError(e.errno, e.strerror, str(target)) from e
+        if _is_whole(target):
+            remove_directory(finished)
+        else:
+            remove_directory(target)
+            os.rename(finished, target)
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        verify(directory)
+    except InvalidCheckpointError:
+        return False
+    return True
