@@ -14,13 +14,13 @@ from typing import Any, Protocol
 class Part:
     """One rank's part of a checkpoint: a shard of `size` bytes, its block checksums, and its lines of the index."""
 
-    job: int  # number of the save; grows
-    spec: dict[str, Any]  # of the target (train/storage/base.py)
+    job: int  # number of the save; grows, over the passes of a worker too
+    spec: dict[str, Any]  # of the target (Shelf.spec), the same on all ranks; a writer calls Target.prepare first
     rank: int
     step: int
     attempt: int  # whose save it is: a writer checks the fence of this attempt before each file
     size: int
-    lines: int  # bytes of the index lines; they lie in the segment behind the first wave
+    lines: int  # bytes of the index lines; they lie in the first wave's segment right behind it, and stay there
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,16 @@ class Wave:
 @dataclass(frozen=True)
 class Answer:
     """What became of a job. `what`: `wave` (that wave's memory may be used again), `part` (the rank's files are on
-    stable storage), `published`, or `failed` (`error` says why; nothing more comes for this job)."""
+    stable storage), `published`, or `failed` (`error` says why; nothing more comes for this job).
+
+    `fields`. part: shard, sidecar (FileEntry as dict), part (crc32 of the lines), seconds (from `begin`). published:
+    events, [{"event": ..., fields...}], for rank 0 to report (what retention could not remove), and time
+    (time.monotonic() when it was done, one clock per node).
+    """
 
     job: int
     what: str
-    fields: dict[str, Any]  # part: shard, sidecar (FileEntry as dict), part (crc32 of the lines), seconds
+    fields: dict[str, Any]
     error: str | None = None
     superseded: bool = False  # failed because a later attempt has begun
 
@@ -60,12 +65,13 @@ class Persister(Protocol):
         """Rank 0, when all ranks' parts are written: merge the index lines, write the manifest, publish, prune.
 
         `request`: `written` (the fields of all ranks' `part` answers, by rank), `manifest` (its fields without files),
-        `keep` (what retention needs).
+        `keep` (launcher/run/retention.py, Retention.to_json).
         """
         ...
 
     def abandon(self, job: int) -> None:
-        """Leave the job: no further answer comes for it, and the memory of its waves is free when this returns."""
+        """Leave the job: no further answer comes for it, and the memory of its waves is free when this returns. Rank
+        0's also takes the target away."""
         ...
 
     def poll(self) -> list[Answer]:

@@ -6,7 +6,6 @@ one checkpoint under preparation: nobody takes it for one before `publish`. A `S
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,11 +18,6 @@ LastCheck = Callable[[], None]
 
 def nothing() -> None:
     """A `LastCheck` that has nothing against it."""
-
-
-def fresh_token(generation: int) -> str:
-    """What tells preparations of one checkpoint apart; see `Shelf.prepare`."""
-    return f"g{generation:04d}-{secrets.token_hex(4)}"
 
 
 class Sink(Protocol):
@@ -47,9 +41,18 @@ class Sink(Protocol):
 
 
 class Target(Protocol):
-    """One checkpoint under preparation. Every process makes its own from the same `spec` (see `Shelf.prepare`)."""
+    """One checkpoint under preparation. Every process makes its own from the same `spec` (see `Shelf.spec`)."""
 
     spec: dict[str, Any]  # plain JSON: what `target_of` makes the same target from, in any process of the run
+
+    def prepare(self) -> None:
+        """Make the place for the files, if nobody has. Every writer, before its first file: ranks do not wait for
+        each other when a save begins.
+
+        Raises:
+            OSError: ENOSPC when it is known beforehand that it does not fit; says what is full.
+        """
+        ...
 
     def create(self, file: str, size: int) -> Sink:
         """Begin the new file `file` that will have `size` bytes. Raises OSError."""
@@ -94,12 +97,11 @@ class Shelf(Protocol):
         """The bytes of a checkpoint's files."""
         ...
 
-    def prepare(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
-        """Rank 0's writer: make the place for a new checkpoint, and return the `spec` of its target.
+    def spec(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
+        """What `target_of` makes the target of a new checkpoint from. Touches no storage, and is the same on all ranks.
 
-        `token`, from `fresh_token`, tells preparations of one name apart; `total`: bytes of all its files; `shards`:
-        large files, of about equal size. Raises OSError (ENOSPC when it is known beforehand that it does not fit;
-        says what is full).
+        `token` (gNNNN-HEX: generation and number of the save) tells preparations of one name apart; `total`: bytes of
+        all shards; `shards`: how many there are, of about equal size.
         """
         ...
 

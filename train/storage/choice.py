@@ -19,6 +19,6 @@ def shelf_of(run: RunDir, settings: CheckpointConfig) -> Shelf:
 
 
 def target_of(spec: dict[str, Any]) -> Target:
-    """The target that `Shelf.prepare` described, in this process. Touches no storage."""
+    """The target that `Shelf.spec` described, in this process. Touches no storage."""
     assert spec["kind"] == "posix", spec
     return PosixTarget(spec)

@@ -69,6 +69,12 @@ class PosixTarget:
         self._folder = Path(spec["folder"])
         self._directory = self._folder / spec["unfinished"]
 
+    def prepare(self) -> None:
+        if not self._folder.is_dir():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            fsync_dir(self._folder.parent)
+        self._directory.mkdir(exist_ok=True)
+
     def create(self, file: str, size: int) -> PosixSink:
         return PosixSink(self._directory / file)
 
@@ -122,13 +128,9 @@ class PosixShelf:
     def source(self, name: CheckpointName) -> ByteSource:
         return FileSource(self.folder / str(name))
 
-    def prepare(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            fsync_dir(self.folder.parent)
+    def spec(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
         unfinished = f".tmp-{name}-{token}"
         assert _UNFINISHED.fullmatch(unfinished), unfinished
-        (self.folder / unfinished).mkdir()
         return {"kind": "posix", "folder": str(self.folder), "unfinished": unfinished}
 
     def remove(self, name: CheckpointName) -> None:
