@@ -17,11 +17,12 @@ from ...launcher.run.failpoints import failpoint
 from ...launcher.run.files import fsync_dir, naming, to_json
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import FileEntry, Manifest, check_sizes
+from ...launcher.run.retention import Retention, look_at
 from ..context import RunContext
 from ..grid import Grid
 from .agreement import Status, errors, exchange, summary
 from .entry import Entry, check, plan
-from .folder import is_plausible, publish, remove, superfluous, sweep, unfinished_name
+from .folder import is_plausible, publish, remove, sweep, unfinished_name
 from .index import merge_parts, part, part_name
 from .restorer import Restored, Restorer
 from .segment import Segments
@@ -203,11 +204,10 @@ class Checkpointer:
         sweep(self._folder, attempt)
         try:
             names = self._context.run.all_checkpoints()
-            for name in superfluous(names, self._is_valid, self._keep, attempt, frozenset(self._proven)):
+            proven, rejected = frozenset(self._proven), frozenset(self._restorer.rejected)
+            retention = Retention(self._keep, attempt=attempt, proven=proven, rejected=rejected)
+            for name in retention.superfluous(names, lambda name: look_at(self._context.run.checkpoint(name))):
                 if self._context.fence.is_current():
                     remove(self._context.run.checkpoint(name))
         except OSError as e:
             self._context.report("prune_failed", error=f"{e.filename}: {e.strerror}")
-
-    def _is_valid(self, name: CheckpointName) -> bool:
-        return name not in self._restorer.rejected and is_plausible(self._context.run.checkpoint(name))

@@ -1,6 +1,6 @@
 """The checkpoints folder: names of what is unfinished or going, what is removed when, and the last step of publishing.
 
-Owns: temporary names, atomic removal, choice of what retention removes. A directory with a checkpoint's name appears
+Owns: temporary names and atomic removal. A directory with a checkpoint's name appears
 and disappears in one rename, so nobody ever sees half of one. Does not own: when these happen (checkpointer.py).
 """
 
@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ...launcher.run.layout import CheckpointName
@@ -89,28 +88,3 @@ def is_plausible(directory: Path) -> bool:
     except InvalidCheckpointError:
         return False
     return True
-
-
-def superfluous(
-    newest_first: Iterable[CheckpointName],
-    is_valid: Callable[[CheckpointName], bool],
-    keep: int,
-    attempt: int,
-    proven: frozenset[CheckpointName],
-) -> list[CheckpointName]:
-    """What retention removes: everything older than the `keep` newest valid ones.
-
-    Not those of attempts above `attempt`, which belong to a successor, and never the newest that is `proven` (all its
-    bytes were checked): a plausible one may still turn out bad. Invalid ones do not count, and go when their age comes.
-    """
-    last_proven = max(proven, default=None)
-    kept, out = 0, []
-    for name in newest_first:
-        if name.attempt > attempt:
-            continue
-        if kept >= max(keep, 1):
-            if name != last_proven:
-                out.append(name)
-        elif is_valid(name):
-            kept += 1
-    return out

@@ -7,37 +7,6 @@ import os
 import pytest
 from state_ranks import make_entries, make_job
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.train.state.folder import superfluous
-
-
-def parse(text: str) -> list[CheckpointName]:
-    """`30.2 20.1`: step 30 of attempt 2, step 20 of attempt 1."""
-    return [CheckpointName(*map(int, item.split("."))) for item in text.split()]
-
-
-@pytest.mark.parametrize(
-    ("found", "invalid", "proven", "keep", "going"),
-    [
-        ("40.1 30.1 20.1 10.1", "", "40.1", 2, "20.1 10.1"),
-        ("40.1 30.1 20.1 10.1", "", "40.1", 9, ""),
-        ("40.1 30.1 20.1 10.1", "", "40.1", 0, "30.1 20.1 10.1"),
-        # Invalid ones do not count; they go when their age comes.
-        ("40.1 30.1 20.1 10.1", "30.1", "40.1", 2, "10.1"),
-        ("40.1 30.1 20.1 10.1", "10.1", "40.1", 2, "20.1 10.1"),
-        ("40.1 30.1", "40.1 30.1", "", 1, ""),
-        # The last one that was proven good stays, however old.
-        ("40.1 30.1 20.1 10.1", "", "10.1", 2, "20.1"),
-        ("40.1 30.1 20.1 10.1", "", "20.1 10.1", 1, "30.1 10.1"),
-        # Of a later attempt nothing is touched or counted.
-        ("50.3 40.2 30.1 20.1", "", "30.1", 1, "20.1"),
-        ("50.2 40.3 30.1", "", "50.2", 1, "30.1"),
-        ("20.2 20.1 10.1", "", "20.2", 1, "20.1 10.1"),
-    ],
-)
-def test_what_retention_removes(found: str, invalid: str, proven: str, keep: int, going: str) -> None:
-    is_valid = lambda name: name not in parse(invalid)  # noqa: E731
-    removed = superfluous(parse(found), is_valid, keep, 2, frozenset(parse(proven)))
-    assert removed == parse(going)
 
 
 def steps(run: RunDir) -> list[int]:
