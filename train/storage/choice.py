@@ -15,7 +15,7 @@ from .posix import PosixShelf, PosixTarget
 
 def shelf_of(run: RunDir, settings: CheckpointConfig) -> Shelf:
     """All checkpoints of `run`, wherever `checkpoint.storage` has them. Touches no storage."""
-    return PosixShelf(run.checkpoints)
+    return PosixShelf(run.checkpoints, settings.stripes)
 
 
 def target_of(spec: dict[str, Any]) -> Target:

@@ -33,7 +33,7 @@ class FileSystem(Enum):
         return self not in (FileSystem.memory, FileSystem.local)
 
 
-# `f_type` of statfs(2): linux/magic.h; for those outside of the kernel, their own headers (also in GNU coreutils' stat).
+# `f_type` of statfs(2): linux/magic.h; for those outside of the kernel, their own headers.
 _MAGIC = {
     0x0BD00BD0: FileSystem.lustre,
     0x6969: FileSystem.nfs,

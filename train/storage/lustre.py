@@ -1,8 +1,8 @@
 """Lustre: over how many targets a checkpoint's large files are striped, and which of them have no room.
 
-Owns: what `lfs` is asked and told. Where it is missing, fails or does not answer, the file system's own defaults hold and
-a note says so. Sources: Lustre Operations Manual, "Managing File Layout (Striping) and Free Space" and "User
-Utilities"; the letters of target states are those of `lfs df` in lustre/utils/lfs.c.
+Owns: what `lfs` is asked and told. Does not own: what happens without it (posix.py). Sources: Lustre Operations Manual,
+"Managing File Layout (Striping) and Free Space" and "User Utilities"; the letters of target states are those of
+`lfs df` in lustre/utils/lfs.c.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .filesystem import no_room, with_margin
 
@@ -48,18 +47,21 @@ class StorageTarget:
 
 
 @dataclass(frozen=True)
+class Site:
+    """What `lfs` says about a directory: its targets, and the layout that new files get there by themselves."""
+
+    targets: tuple[StorageTarget, ...]  # of its pool, if it has one
+    pool: str | None = None
+    is_progressive: bool = False  # a layout that grows with the file, made by who knows the place
+
+
+@dataclass(frozen=True)
 class Layout:
-    """How large files are laid out. `targets`: those that have room; None: all, and the file system chooses."""
+    """How one file is laid out. `targets`: which; None: the file system chooses."""
 
     stripes: int
     stripe_size: int  # bytes
     targets: tuple[int, ...] | None = None
-
-    def chosen(self, number: int) -> tuple[int, ...]:
-        """Targets for large file `number`: neighbours begin at different ones."""
-        assert self.targets
-        begin = number * self.stripes
-        return tuple(self.targets[(begin + at) % len(self.targets)] for at in range(self.stripes))
 
 
 def parse_targets(text: str) -> list[StorageTarget]:
@@ -88,84 +90,108 @@ def stripes_for(shard: int, shards: int, targets: int) -> int:
     return max(1, min(max(to_fill, -(-shard // (16 * GIB))), targets, _MOST))
 
 
-def plan(directory: Path, targets: Sequence[StorageTarget], total: int, shards: int, wanted: int) -> Layout:
-    """A layout with room on each target that it uses.
+def check_targets(directory: Path, targets: Sequence[StorageTarget], total: int, shards: int, wanted: int) -> None:
+    """Whether `shards` files, `total` bytes together, fit if each target gets its share and full ones none.
+
+    Raises:
+        OSError: ENOSPC; says which targets are short of room.
+    """
+    able = [t for t in targets if t.takes_files]
+    while able:
+        _, needed = _shares(-(-total // shards), shards, len(able), wanted)
+        roomy = [t for t in able if t.free >= needed]
+        if len(roomy) == len(able):
+            return
+        able = roomy  # the others must take more then
+    raise _full(directory, targets, total)
+
+
+def choose(
+    path: Path, targets: Sequence[StorageTarget], size: int, shards: int, wanted: int, number: int = 0
+) -> Layout:
+    """The layout of one of `shards` files of `size` bytes, away from targets that have no room for their share.
 
     Args:
-        total: bytes of all files.
+        number: of the file: neighbours begin at different targets.
         wanted: stripes; -1: all targets, 0: by size.
 
     Raises:
-        OSError: ENOSPC; says which targets are short of it.
+        OSError: ENOSPC: no target has room for it.
     """
-    shard = -(-total // max(shards, 1))
     able = [t for t in targets if t.takes_files]
-    while able:
-        stripes = min(len(able) if wanted == -1 else wanted or stripes_for(shard, shards, len(able)), len(able))
-        # The most objects that lie on one target, if they are dealt out evenly.
-        needed = with_margin(-(-shards * stripes // len(able)) * -(-shard // stripes))
-        roomy = [t for t in able if t.free >= needed]
-        if len(roomy) == len(able):
-            size = 16 * MIB if shard >= GIB else 4 * MIB
-            return Layout(stripes, size, None if len(able) == len(targets) else tuple(t.index for t in able))
-        able = roomy  # the others must take more then
-    fullest = sorted(targets, key=lambda t: t.free)[:5]
-    shown = ", ".join(f"OST:{t.index} {t.free / 1e6:,.0f} MB{' ' + t.states if t.states else ''}" for t in fullest)
-    raise no_room(directory, f"{total / 1e6:,.0f} MB do not fit on {len(targets)} storage targets; least free: {shown}")
+    if not able:
+        raise _full(path, targets, size)
+    stripes, share = _shares(size, shards, len(able), wanted)
+    stripe_size = 16 * MIB if size >= GIB else 4 * MIB
+    # While others write already, none may have room for a whole share any more, but still for this file.
+    for needed, fewest in ((share, stripes), (with_margin(-(-size // stripes)), stripes), (with_margin(size), 1)):
+        roomy = [t.index for t in able if t.free >= needed]
+        if len(roomy) == len(targets):
+            return Layout(stripes, stripe_size)
+        if len(roomy) >= fewest:
+            stripes = min(stripes, len(roomy))
+            begin = number * stripes
+            chosen = tuple(roomy[(begin + at) % len(roomy)] for at in range(stripes))
+            return Layout(stripes, stripe_size, chosen)
+    raise _full(path, targets, size)
 
 
-def lay_out(directory: Path, total: int, shards: int, wanted: int) -> tuple[Layout | None, list[str]]:
-    """Check the room on each target and stripe what will be written into the new `directory`.
+def _shares(size: int, shards: int, targets: int, wanted: int) -> tuple[int, int]:
+    """(stripes of each file, bytes on the fullest target if their objects are dealt out evenly)."""
+    stripes = min(targets if wanted == -1 else wanted or stripes_for(size, shards, targets), targets)
+    return stripes, with_margin(-(-shards * stripes // targets) * -(-size // stripes))
 
-    Returns the layout if files must be placed one by one (`place`), and notes on what could not be done.
+
+def _full(path: Path, targets: Sequence[StorageTarget], size: int) -> OSError:
+    least = sorted(targets, key=lambda t: t.free)[:5]
+    shown = ", ".join(f"OST:{t.index} {t.free / 1e6:,.0f} MB{' ' + t.states if t.states else ''}" for t in least)
+    return no_room(path, f"{size / 1e6:,.0f} MB do not fit on {len(targets)} storage targets; least free: {shown}")
+
+
+def ask(directory: Path) -> Site:
+    """What `lfs` says about `directory`. Raises LfsError."""
+    found = lfs("getstripe", "-d", str(directory))
+    targets = parse_targets(lfs("df", str(directory)))
+    pool = _POOL.search(found)
+    if pool and targets:
+        targets = parse_targets(lfs("df", "-p", f"{targets[0].fsname}.{pool[1]}", str(directory)))
+    if not targets:
+        raise LfsError("lfs df: shows no targets")
+    return Site(tuple(targets), pool[1] if pool else None, "lcm_entry_count" in found)
+
+
+def make_file(path: Path, site: Site, size: int, shards: int, wanted: int) -> None:
+    """Make the empty file `path` where there is room; by the site's own layout, if it has one that is as good.
 
     Raises:
-        OSError: ENOSPC or EDQUOT: it would not fit.
+        LfsError: it was refused; there is no such file.
+        OSError: ENOSPC.
     """
-    try:
-        found = lfs("getstripe", "-d", str(directory))
-        targets = parse_targets(lfs("df", str(directory)))
-        pool = _POOL.search(found)
-        if pool and targets:
-            targets = parse_targets(lfs("df", "-p", f"{targets[0].fsname}.{pool[1]}", str(directory)))
-        if not targets:
-            raise LfsError("lfs df: shows no targets")
-        layout = plan(directory, targets, total, shards, wanted)
-        is_sites = wanted == 0 and "lcm_entry_count" in found  # a progressive layout, made by who knows the place
-        if layout.targets is None and not is_sites:
-            keep = ["-p", pool[1]] if pool else []
-            lfs("setstripe", "-c", str(layout.stripes), "-S", str(layout.stripe_size), *keep, str(directory))
-        notes: list[str] = []
-    except LfsError as e:
-        layout, notes = Layout(1, MIB), [f"{directory.parent}: not striped, and targets not checked for room: {e}"]
-    notes += _check_quota(directory, total) if not notes else []
-    return layout if layout.targets else None, notes
+    number = re.search(r"\d+", path.name)
+    layout = choose(path, site.targets, size, shards, wanted, int(number[0]) if number else 0)
+    if layout.targets is not None:
+        where = ["-o", ",".join(map(str, layout.targets))]
+    elif wanted == 0 and site.is_progressive:
+        return
+    else:
+        where = ["-c", str(layout.stripes), *(["-p", site.pool] if site.pool else [])]
+    lfs("setstripe", *where, "-S", str(layout.stripe_size), str(path))
 
 
-def _check_quota(directory: Path, total: int) -> list[str]:
+def check_quota(directory: Path, total: int) -> None:
+    """Whether user and group may write `total` bytes more.
+
+    Raises:
+        OSError: EDQUOT; says whose quota it is, and what is left.
+        LfsError: it cannot be found out.
+    """
     status = os.stat(directory)
     group = status.st_gid if status.st_mode & stat.S_ISGID else os.getegid()
-    try:
-        for kind, option, number in (("user", "-u", os.geteuid()), ("group", "-g", group)):
-            left = parse_quota(lfs("quota", option, str(number), str(directory)))
-            if left is not None and left < with_margin(total):
-                detail = f"{kind} {number}: {total / 1e6:,.0f} MB needed, {left / 1e6:,.0f} MB left"
-                raise no_room(directory.parent, detail, errno.EDQUOT)
-    except LfsError as e:
-        return [f"{directory.parent}: quota not known: {e}"]
-    return []
-
-
-def place(path: Path, layout: dict[str, Any]) -> bool:
-    """Make the empty file `path` on targets that have room. False: it could not be done (and it is not there)."""
-    plain = Layout(layout["stripes"], layout["stripe_size"], tuple(layout["targets"]))
-    number = re.search(r"\d+", path.name)
-    chosen = ",".join(map(str, plain.chosen(int(number[0]) if number else 0)))
-    try:
-        lfs("setstripe", "-o", chosen, "-S", str(plain.stripe_size), str(path))
-    except LfsError:
-        return False
-    return path.exists()
+    for kind, option, number in (("user", "-u", os.geteuid()), ("group", "-g", group)):
+        left = parse_quota(lfs("quota", option, str(number), str(directory)))
+        if left is not None and left < with_margin(total):
+            detail = f"{kind} {number}: {total / 1e6:,.0f} MB needed, {left / 1e6:,.0f} MB left"
+            raise no_room(directory, detail, errno.EDQUOT)
 
 
 def lfs(*words: str) -> str:

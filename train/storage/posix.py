@@ -21,7 +21,9 @@ from ...launcher.run.files import fsync_dir, naming
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import InvalidCheckpointError, Manifest, check_sizes, read_manifest, verify
 from ..state.source import ByteSource, FileSource
+from . import lustre
 from .base import LastCheck, nothing
+from .filesystem import FileSystem, check_room, file_system
 
 _UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-g\d{4,}-[0-9a-f]+")
 _GOING = ".tmp-deleting-"
@@ -29,12 +31,13 @@ _CHUNK = 32 * 1024 * 1024  # bytes per write: large for parallel file systems, s
 
 
 class PosixSink:
-    """One new file."""
+    """One new file. `is_there`: as an empty one, which this process made."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_there: bool = False) -> None:
         self._path, self._at = path, 0
         with naming(path):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            flags = 0 if is_there else os.O_CREAT | os.O_EXCL
+            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
 
     def write(self, data: memoryview) -> None:
         """Writes end at multiples of 32 MiB of the file, so that none but the last touches a part of a file system's
@@ -66,17 +69,63 @@ class PosixTarget:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
+        self.notes: list[str] = []
         self._folder = Path(spec["folder"])
         self._directory = self._folder / spec["unfinished"]
+        self._lustre: lustre.Site | None = None
+        self._is_asked = False
 
     def prepare(self) -> None:
+        """Who comes first checks the room: a moment later, others may write already."""
         if not self._folder.is_dir():
             self._folder.mkdir(parents=True, exist_ok=True)
             fsync_dir(self._folder.parent)
-        self._directory.mkdir(exist_ok=True)
+        try:
+            self._directory.mkdir()
+        except FileExistsError:
+            return
+        try:
+            self._check_room()
+        except OSError:
+            with contextlib.suppress(OSError):  # somebody writes there already; whoever gives up takes it away
+                self._directory.rmdir()
+            raise
+
+    def _check_room(self) -> None:
+        total, shards = self.spec["total"], self.spec["shards"]
+        check_room(self._folder, total, 2 * shards + 4)
+        if site := self._site():
+            lustre.check_targets(self._folder, site.targets, total, shards, self.spec["stripes"])
+            try:
+                lustre.check_quota(self._folder, total)
+            except lustre.LfsError as e:
+                self.notes.append(f"{self._folder}: quota not known: {e}")
+
+    def _site(self) -> lustre.Site | None:
+        if not self._is_asked:
+            self._is_asked = True
+            if file_system(self._folder) is FileSystem.lustre:
+                try:
+                    self._lustre = lustre.ask(self._folder)
+                except lustre.LfsError as e:
+                    self._lustre_is_silent(e)
+        return self._lustre
+
+    def _lustre_is_silent(self, error: lustre.LfsError) -> None:
+        self._lustre = None
+        self.notes.append(
+            f"{self._folder}: Lustre's defaults for new files hold, full targets are not avoided: {error}"
+        )
 
     def create(self, file: str, size: int) -> PosixSink:
-        return PosixSink(self._directory / file)
+        path, is_there = self._directory / file, False
+        if size >= lustre.LARGE and (site := self._site()):
+            try:
+                lustre.make_file(path, site, size, self.spec["shards"], self.spec["stripes"])
+                is_there = path.exists()
+            except lustre.LfsError as e:
+                self._lustre_is_silent(e)
+        return PosixSink(path, is_there)
 
     def read(self, file: str) -> bytes:
         path = self._directory / file
@@ -107,10 +156,13 @@ class PosixTarget:
 
 
 class PosixShelf:
-    """The folder of a run's checkpoints. `folder` may be a link; it is made when the first checkpoint is prepared."""
+    """The folder of a run's checkpoints. `folder` may be a link; it is made when the first checkpoint is prepared.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `stripes`: of large files on Lustre; -1: all targets, 0: by size.
+    """
+
+    def __init__(self, folder: Path, stripes: int = 0) -> None:
+        self.folder, self._stripes = folder, stripes
 
     def names(self) -> list[CheckpointName]:
         try:
@@ -131,7 +183,14 @@ class PosixShelf:
     def spec(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
         unfinished = f".tmp-{name}-{token}"
         assert _UNFINISHED.fullmatch(unfinished), unfinished
-        return {"kind": "posix", "folder": str(self.folder), "unfinished": unfinished}
+        return {
+            "kind": "posix",
+            "folder": str(self.folder),
+            "unfinished": unfinished,
+            "total": total,
+            "shards": shards,
+            "stripes": self._stripes,
+        }
 
     def remove(self, name: CheckpointName) -> None:
         remove_directory(self.folder / str(name))
