@@ -20,12 +20,16 @@ _ALIGN = 4096  # bytes; of file offset, size and memory address in a direct writ
 
 
 class NewFile:
-    """Created by this; written from its beginning to its end. Raises OSError with the file's name, whichever call."""
+    """Created by this, or empty and this process' own (`is_there`); written from its beginning to its end.
 
-    def __init__(self, path: Path, direct: bool = True) -> None:
+    Raises OSError with the file's name, whichever call fails.
+    """
+
+    def __init__(self, path: Path, direct: bool = True, is_there: bool = False) -> None:
         self._path, self._at = path, 0
         with naming(path):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            flags = 0 if is_there else os.O_CREAT | os.O_EXCL
+            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
         self._may_be_direct, self._is_direct = direct, False
 
     def write(self, data: memoryview) -> None:

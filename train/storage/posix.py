@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,45 +24,19 @@ from ...launcher.run.manifest import InvalidCheckpointError, Manifest, check_siz
 from ..state.source import ByteSource, FileSource
 from . import lustre
 from .base import LastCheck, nothing
+from .direct import NewFile
 from .filesystem import FileSystem, check_room, file_system
 
 _UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-g\d{4,}-[0-9a-f]+")
 _GOING = ".tmp-deleting-"
-_CHUNK = 32 * 1024 * 1024  # bytes per write: large for parallel file systems, small enough to notice a full one early
 
 
-class PosixSink:
-    """One new file. `is_there`: as an empty one, which this process made."""
-
-    def __init__(self, path: Path, is_there: bool = False) -> None:
-        self._path, self._at = path, 0
-        with naming(path):
-            flags = 0 if is_there else os.O_CREAT | os.O_EXCL
-            self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644)
-
-    def write(self, data: memoryview) -> None:
-        """Writes end at multiples of 32 MiB of the file, so that none but the last touches a part of a file system's
-        block (GPFS: up to 16 MiB; a part of one is read before it is written)."""
-        view, done = data.cast("B"), 0
-        with naming(self._path):
-            while done < len(view):
-                end = done + min(_CHUNK - self._at % _CHUNK, len(view) - done)
-                written = os.write(self._fd, view[done:end])
-                done += written
-                self._at += written
+class PosixSink(NewFile):
+    """A new file whose name is durable too when it is finished."""
 
     def finish(self) -> None:
-        with naming(self._path):
-            os.fsync(self._fd)
-            fd, self._fd = self._fd, -1
-            os.close(fd)  # a network file system may report a full disk only here
+        super().finish()
         fsync_dir(self._path.parent)
-
-    def abort(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            with contextlib.suppress(OSError):
-                os.close(fd)
 
 
 class PosixTarget:
@@ -101,14 +76,17 @@ class PosixTarget:
             except lustre.LfsError as e:
                 self.notes.append(f"{self._folder}: quota not known: {e}")
 
+    @cached_property
+    def _kind(self) -> FileSystem:
+        return file_system(self._folder)
+
     def _site(self) -> lustre.Site | None:
-        if not self._is_asked:
+        if self._kind is FileSystem.lustre and not self._is_asked:
             self._is_asked = True
-            if file_system(self._folder) is FileSystem.lustre:
-                try:
-                    self._lustre = lustre.ask(self._folder)
-                except lustre.LfsError as e:
-                    self._lustre_is_silent(e)
+            try:
+                self._lustre = lustre.ask(self._folder)
+            except lustre.LfsError as e:
+                self._lustre_is_silent(e)
         return self._lustre
 
     def _lustre_is_silent(self, error: lustre.LfsError) -> None:
@@ -125,7 +103,8 @@ class PosixTarget:
                 is_there = path.exists()
             except lustre.LfsError as e:
                 self._lustre_is_silent(e)
-        return PosixSink(path, is_there)
+        # Around the cache only where that was measured: over a network, writes overlap because of it.
+        return PosixSink(path, not self._kind.is_shared, is_there)
 
     def read(self, file: str) -> bytes:
         path = self._directory / file
