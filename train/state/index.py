@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from heapq import merge
 from itertools import groupby
@@ -22,11 +25,14 @@ from typing import Any
 from ...launcher.run.files import to_json
 from ...launcher.run.manifest import INDEX, OFFSETS, FileEntry, InvalidCheckpointError, describe
 from ..box import Box
+from ..storage.base import Target
 from .entry import DTYPES
 from .segment import Placed
-from .writer import write_file
+from .writer import write_file, write_small
 
 _NAME_AT = len('{"name":')
+_SLICES = b',"slices":['
+_READERS = 16  # parts read at a time: each is small, and a file of another node takes a round trip
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,47 @@ def merge_parts(directory: Path, digests: Sequence[int]) -> tuple[FileEntry, Fil
     for rank in range(len(digests)):
         (directory / part_name(rank)).unlink()
     return describe(INDEX, bytes(index)), describe(OFFSETS, table)
+
+
+def merge_index(target: Target, digests: Sequence[int], before: Callable[[str], None]) -> tuple[FileEntry, FileEntry]:
+    """Merge the ranks' parts into the index of `target`, delete them, and return the manifest's entries for index and
+    offsets. Of a line only the name is parsed: slices of one tensor are put one behind the other as text.
+
+    Args:
+        digests: crc32 of each rank's part, from the rank itself: what is read of another's file may be stale.
+        before: called with "index" and "offsets" before that file is made.
+
+    Raises:
+        OSError: with the file's name; what `before` raises.
+    """
+    found: dict[str, list[bytes]] = {}  # name: head of its line, slices by rank
+    names = [part_name(rank) for rank in range(len(digests))]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="parts") as pool:
+        for name, digest, data in zip(names, digests, pool.map(target.read, names), strict=True):
+            if zlib.crc32(data) != digest:
+                raise OSError(None, "not what its rank wrote", name)
+            for line in data.splitlines():
+                head, _, slices = line.partition(_SLICES)
+                same = found.setdefault(_name_of(line.decode()), [head])
+                assert same[0] == head, f"ranks differ: {same[0]!r}, {head!r}"
+                same.append(slices.removesuffix(b"]}"))
+    offsets, index = array("Q"), bytearray()
+    for name in sorted(found):
+        offsets.append(len(index))
+        index += found[name][0] + _SLICES + b",".join(found[name][1:]) + b"]}\n"
+    if sys.byteorder == "big":
+        offsets.byteswap()
+    files = {INDEX: bytes(index), OFFSETS: offsets.tobytes()}
+    for name, word in ((INDEX, "index"), (OFFSETS, "offsets")):
+        before(word)
+        write_small(target, name, files[name])
+    target.delete(names)
+    return describe(INDEX, files[INDEX]), describe(OFFSETS, files[OFFSETS])
+
+
+def _name_of(line: str) -> str:
+    name, _ = json.JSONDecoder().raw_decode(line, _NAME_AT)
+    return str(name)
 
 
 def _read_part(path: Path, digest: int) -> Iterator[dict[str, Any]]:

@@ -6,8 +6,10 @@ process where there is none (tools, tests, after that process was lost). A write
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+WAVE, PART, PUBLISHED, FAILED = "wave", "part", "published", "failed"
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Part:
     rank: int
     step: int
     attempt: int  # whose save it is: a writer checks the fence of this attempt before each file
+    generation: int
     size: int
     lines: int  # bytes of the index lines; they lie in the first wave's segment right behind it, and stay there
 
@@ -38,9 +41,9 @@ class Answer:
     """What became of a job. `what`: `wave` (that wave's memory may be used again), `part` (the rank's files are on
     stable storage), `published`, or `failed` (`error` says why; nothing more comes for this job).
 
-    `fields`. part: shard, sidecar (FileEntry as dict), part (crc32 of the lines), seconds (from `begin`). published:
-    events, [{"event": ..., fields...}], for rank 0 to report (what retention could not remove), and time
-    (time.monotonic() when it was done, one clock per node).
+    `fields`. wave: segment, file_at. part: shard, sidecar (FileEntry as dict), part (crc32 of the lines), seconds (from
+    `begin`). published: events, [{"event": ..., fields...}], for rank 0 to report (what retention could not remove),
+    and time (time.monotonic() when it was a checkpoint, one clock per node).
     """
 
     job: int
@@ -48,6 +51,9 @@ class Answer:
     fields: dict[str, Any]
     error: str | None = None
     superseded: bool = False  # failed because a later attempt has begun
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class Persister(Protocol):
@@ -64,8 +70,8 @@ class Persister(Protocol):
     def publish(self, job: int, request: dict[str, Any]) -> None:
         """Rank 0, when all ranks' parts are written: merge the index lines, write the manifest, publish, prune.
 
-        `request`: `written` (the fields of all ranks' `part` answers, by rank), `manifest` (its fields without files),
-        `keep` (launcher/run/retention.py, Retention.to_json).
+        `request`: `written` (the fields of all ranks' `part` answers, by rank), `manifest` (its fields without files
+        and time), `keep` (launcher/run/retention.py, Retention.to_json; None: remove nothing, there is no time for it).
         """
         ...
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...launcher.run.files import naming
 from ...launcher.run.manifest import FileEntry, block_checksums, describe
+from ..storage.base import Target
 from .segment import Segment
 
 _CHUNK = 32 * 1024 * 1024  # bytes per write: large for parallel file systems, small enough to notice a full one early
@@ -20,6 +21,21 @@ _CHUNK = 32 * 1024 * 1024  # bytes per write: large for parallel file systems, s
 
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
+
+
+def sidecar_name(number: int) -> str:
+    return f"shard-{number:05d}.crc32"
+
+
+def write_small(target: Target, name: str, data: bytes) -> None:
+    """Create the file `name` of a checkpoint under preparation, on stable storage when this returns. Raises OSError."""
+    sink = target.create(name, len(data))
+    try:
+        sink.write(memoryview(data))
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
 
 
 def write_file(path: Path, data: memoryview | bytes, halfway: Callable[[], None] = lambda: None) -> None:
