@@ -115,15 +115,21 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: not a JSON object; the message names the file.
     """
-    data = path.read_bytes()
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(data: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object; `where` is its name for messages. Raises ValueError as `read_json`."""
     try:
         value = json.loads(data.decode())
     except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 ({e.reason} at byte {e.start}); expected a complete JSON object") from e
+        raise ValueError(f"{where}: not UTF-8 ({e.reason} at byte {e.start}); expected a complete JSON object") from e
     except json.JSONDecodeError as e:
-        raise ValueError(f"{path}: not valid JSON ({e.msg} at line {e.lineno}); expected a complete JSON object") from e
+        raise ValueError(
+            f"{where}: not valid JSON ({e.msg} at line {e.lineno}); expected a complete JSON object"
+        ) from e
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+        raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value
 
 

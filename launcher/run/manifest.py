@@ -15,6 +15,7 @@ no torch can verify. Does not own: what tensors mean (stoker.train.state).
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import read_json, write_json
+from .files import parse_json, write_atomic
 from .layout import CheckpointName, RunDir
 
 MANIFEST = "manifest.json"
@@ -50,7 +51,8 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is. `layout`: sizes of the mesh that wrote it; `state`: the trainer's plain values
-    (consumed samples, data fingerprint, ...), JSON all the way down."""
+    (consumed samples, data fingerprint, ...), JSON all the way down. `location`: what stands before each file's name
+    where the bytes lie in an object store (s3://...); None: they lie beside the manifest."""
 
     run: str
     step: int
@@ -60,16 +62,22 @@ class Manifest:
     layout: dict[str, int]
     state: dict[str, Any]
     files: tuple[FileEntry, ...]
+    location: str | None = None
 
     @property
     def name(self) -> CheckpointName:
         return CheckpointName(self.step, self.attempt)
 
-    def write(self, directory: Path) -> None:
-        """Write `manifest.json` into `directory`; every file that it names must be there and fsynced already."""
+    def encode(self) -> bytes:
+        """The content of `manifest.json`."""
         # As it will be read back: JSON has no tuples and no number for a key.
         body = json.loads(json.dumps(asdict(self), allow_nan=False))
-        write_json(directory / MANIFEST, {"format": _FORMAT, "version": _VERSION, "crc32": _digest(body)} | body)
+        whole = {"format": _FORMAT, "version": _VERSION, "crc32": _digest(body)} | body
+        return (json.dumps(whole, indent=2, allow_nan=False) + "\n").encode()
+
+    def write(self, directory: Path) -> None:
+        """Write `manifest.json` into `directory`; every file that it names must be there and fsynced already."""
+        write_atomic(directory / MANIFEST, self.encode())
 
 
 def _digest(body: dict[str, Any]) -> int:
@@ -97,17 +105,26 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        manifest = _parse(read_json(path))
+        manifest = parse_manifest(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise InvalidCheckpointError(f"{directory}: no {MANIFEST} (the save was not finished)") from None
     except OSError as e:
         raise InvalidCheckpointError(f"{path}: {e.strerror}") from e
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise InvalidCheckpointError(f"{path}: {e}") from e
     named = CheckpointName.parse(directory.name)
     if named is not None and named != manifest.name:
         raise InvalidCheckpointError(f"{path}: says {manifest.name}, but the directory is {directory.name}")
     return manifest
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Parse the content of a `manifest.json` and check the schema. Raises InvalidCheckpointError."""
+    try:
+        return _parse(parse_json(data, where))
+    except ValueError as e:
+        text = str(e)
+        raise InvalidCheckpointError(text if text.startswith(where) else f"{where}: {text}") from e
+    except (TypeError, KeyError, AttributeError) as e:
+        raise InvalidCheckpointError(f"{where}: {e}") from e
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
@@ -121,21 +138,24 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         is_inside = f.name and Path(f.name).name == f.name and not f.name.startswith(".")
         if not is_inside or (f.crc32 is None) == (f.blocks is None):
             raise ValueError(f"bad file entry {f}")
-    return Manifest(files=files, **raw)
+    manifest = Manifest(files=files, **raw)
+    if manifest.location is not None and not re.fullmatch(r"s3://\S+", manifest.location):
+        raise ValueError(f"bad location {manifest.location!r}")
+    return manifest
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
     """Every named file is there with its size, and the small ones (index, sidecars) have their checksums.
 
-    Reads kilobytes, not gigabytes: what a supervisor does before it starts workers.
+    Reads kilobytes, not gigabytes: what a supervisor does before it starts workers. For bytes in an object store, only
+    the manifest is looked at (they are checked where a client for the store is: train/storage/objects.py).
 
     Raises:
         InvalidCheckpointError: names the file.
     """
-    sidecars = {f.name: f for f in manifest.files if f.crc32 is not None}
-    missing = {INDEX, OFFSETS} - sidecars.keys()
-    if missing:
-        raise InvalidCheckpointError(f"{directory / MANIFEST}: does not name {', '.join(sorted(missing))}")
+    check_entries(manifest, str(directory / MANIFEST))
+    if manifest.location is not None:
+        return
     for f in manifest.files:
         path = directory / f.name
         try:
@@ -146,14 +166,28 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
                 raise InvalidCheckpointError(f"{path}: checksum does not match (the file was changed or damaged)")
         except OSError as e:
             raise InvalidCheckpointError(f"{path}: {e.strerror}") from e
+
+
+def check_entries(manifest: Manifest, where: str) -> None:
+    """The manifest names all that a checkpoint consists of: index, and block checksums of each large file.
+
+    Raises:
+        InvalidCheckpointError: says what is missing.
+    """
+    sidecars = {f.name: f for f in manifest.files if f.crc32 is not None}
+    missing = {INDEX, OFFSETS} - sidecars.keys()
+    if missing:
+        raise InvalidCheckpointError(f"{where}: does not name {', '.join(sorted(missing))}")
+    for f in manifest.files:
         if f.blocks is not None and (
             f.blocks not in sidecars or sidecars[f.blocks].size != 4 * ((f.size + BLOCK - 1) // BLOCK)
         ):
-            raise InvalidCheckpointError(f"{path}: block checksums {f.blocks} are missing or of the wrong length")
+            text = f"block checksums {f.blocks} of {f.name} are missing or of the wrong length"
+            raise InvalidCheckpointError(f"{where}: {text}")
 
 
 def verify(directory: Path) -> Manifest:
-    """Read everything and check every block.
+    """Read everything and check every block. (Bytes in an object store are not read: see `check_sizes`.)
 
     Raises:
         InvalidCheckpointError: names the first bad file and block.
@@ -161,7 +195,7 @@ def verify(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
     for f in manifest.files:
-        if f.blocks is not None:
+        if f.blocks is not None and manifest.location is None:
             try:
                 _verify_blocks(directory, f)
             except OSError as e:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from .base import LastCheck, nothing
 from .direct import NewFile
 from .filesystem import FileSystem, check_room, file_system
 
-_UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-g\d{4,}-[0-9a-f]+")
-_GOING = ".tmp-deleting-"
+_UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-(g\d{4,}-[0-9a-f]+)")
+GOING = ".tmp-deleting-"
 
 
 class PosixSink(NewFile):
@@ -127,7 +127,8 @@ class PosixTarget:
         except InvalidCheckpointError as e:
             raise OSError(errno.EIO, str(e)) from e
         last_check()
-        _give_name(self._directory, self._folder / str(manifest.name))
+        target = self._folder / str(manifest.name)
+        give_name(self._directory, target, is_whole=lambda: _is_whole(target))
         fsync_dir(self._folder)
 
     def discard(self) -> None:
@@ -154,10 +155,14 @@ class PosixShelf:
         directory = self.folder / str(name)
         manifest = read_manifest(directory)
         check_sizes(directory, manifest)
+        if manifest.location is not None:
+            from .objects import check_objects
+
+            check_objects(manifest)
         return manifest
 
     def source(self, name: CheckpointName) -> ByteSource:
-        return FileSource(self.folder / str(name))
+        return source_at(self.folder / str(name))
 
     def spec(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
         unfinished = f".tmp-{name}-{token}"
@@ -174,18 +179,33 @@ class PosixShelf:
     def remove(self, name: CheckpointName) -> None:
         remove_directory(self.folder / str(name))
 
-    def sweep(self, attempt: int) -> None:
+    def sweep(self, attempt: int, generation: int = 0) -> None:
         """What is swept is renamed before it is deleted: a writer of such an attempt that was frozen just before its
         rename could otherwise publish a directory that is half deleted."""
         with contextlib.suppress(OSError):
             for path in list(self.folder.iterdir()):
                 unfinished = _UNFINISHED.fullmatch(path.name)
-                name = CheckpointName.parse(unfinished[1]) if unfinished else None
-                if path.name.startswith(_GOING):
-                    shutil.rmtree(path, ignore_errors=True)
-                elif name is not None and name.attempt < attempt:
-                    with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):
+                    if path.name.startswith(GOING):
+                        _delete(path)
+                    elif unfinished and is_stale(unfinished[1], unfinished[2], attempt, generation):
                         remove_directory(path)
+
+
+def is_stale(name: str, token: str, attempt: int, generation: int) -> bool:
+    """Whether a preparation belongs to an attempt before this, or to a generation of this before `generation`."""
+    of = CheckpointName.parse(name)
+    return of is not None and (of.attempt, int(token[1:].partition("-")[0])) < (attempt, generation)
+
+
+def source_at(directory: Path) -> ByteSource:
+    """The bytes of the checkpoint whose manifest lies in `directory`, wherever they are."""
+    with contextlib.suppress(InvalidCheckpointError):
+        if location := read_manifest(directory).location:
+            from .objects import ObjectSource
+
+            return ObjectSource(location)
+    return FileSource(directory)
 
 
 def remove_directory(directory: Path) -> None:
@@ -194,19 +214,41 @@ def remove_directory(directory: Path) -> None:
     Raises:
         OSError: it could not be renamed and is still there.
     """
-    going = directory.with_name(f"{_GOING}{directory.name.removeprefix('.tmp-')}-{secrets.token_hex(4)}")
-    with contextlib.suppress(FileNotFoundError):
+    going = directory.with_name(f"{GOING}{directory.name.removeprefix('.tmp-')}-{secrets.token_hex(4)}")
+    try:
         os.rename(directory, going)
-        shutil.rmtree(going, ignore_errors=True)
+    except FileNotFoundError:
+        return
+    with contextlib.suppress(OSError):
+        _delete(going)
 
 
-def _give_name(finished: Path, target: Path) -> None:
+def _delete(going: Path) -> None:
+    """Delete a directory that was taken away, and the objects that its manifest names.
+
+    Raises:
+        OSError: the object store refuses; the directory stays, to be tried again.
+    """
+    with contextlib.suppress(InvalidCheckpointError):
+        if location := read_manifest(going).location:
+            from .objects import delete_all
+
+            delete_all(location)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def give_name(finished: Path, target: Path, is_whole: Callable[[], bool]) -> None:
+    """Rename a finished checkpoint. If one that `is_whole` has that name already, that one stays and this one goes.
+
+    Raises:
+        OSError: could not be renamed.
+    """
     try:
         os.rename(finished, target)
     except OSError as e:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OSError(e.errno, e.strerror, str(target)) from e
-        if _is_whole(target):
+        if is_whole():
             remove_directory(finished)
         else:
             remove_directory(target)
