@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from queue import SimpleQueue
@@ -69,6 +69,7 @@ class Runner:
         self._shard: _Shard | None = None  # of the job in hand, as long as its files are not finished
         self._part: Part | None = None
         self._target: Target | None = None
+        self._noted: set[str] = set()
         self._checksums = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._thread = threading.Thread(target=self._serve, name="writer", daemon=True)
         self._thread.start()
@@ -200,7 +201,11 @@ class Runner:
         entry = FileEntry(shard_name(part.rank), part.size, None, name)
         fields = {"shard": asdict(entry), "sidecar": asdict(describe(name, bytes(shard.checksums)))}
         seconds = round(time.monotonic() - self._began, 3)
-        self._answer(Answer(part.job, PART, fields | {"part": zlib.crc32(shard.lines), "seconds": seconds}))
+        self._answer(
+            Answer(
+                part.job, PART, fields | {"part": zlib.crc32(shard.lines), "seconds": seconds, "notes": target.notes}
+            )
+        )
 
     def _publish(self, request: dict[str, Any]) -> None:
         """Index, manifest, and the call that makes it a checkpoint; then what retention removes."""
@@ -218,9 +223,16 @@ class Runner:
         published = time.monotonic()
         self._point("published")
         self._check_fence()
-        events = self._prune(request["keep"], manifest.name)
+        events = self._new_notes(n for w in written for n in w.get("notes", []))
+        events += self._prune(request["keep"], manifest.name)
         self._part = self._target = None
         self._answer(Answer(part.job, PUBLISHED, {"events": events, "time": published}))
+
+    def _new_notes(self, notes: Iterable[str]) -> list[dict[str, Any]]:
+        """What the targets could not do, to be reported; each once."""
+        new = [n for n in dict.fromkeys(notes) if n not in self._noted]
+        self._noted.update(new)
+        return [{"event": "checkpoint_storage", "note": note} for note in new]
 
     def _last_check(self) -> None:
         self._check_fence()
@@ -234,7 +246,8 @@ class Runner:
         retention = Retention.of(keep)
         retention = replace(retention, proven=retention.proven | {name}, rejected=retention.rejected - {name})
         try:
-            self._shelf.sweep(name.attempt)
+            assert self._part is not None
+            self._shelf.sweep(name.attempt, self._part.generation, self._part.job)
             for old in retention.superfluous(self._shelf.names(), self._look):
                 self._point("prune")
                 self._check_fence()

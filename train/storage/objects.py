@@ -203,16 +203,17 @@ class ObjectShelf(PosixShelf):
     def spec(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
         return {"kind": "objects", "root": self._root, "folder": str(self.folder), "name": str(name), "token": token}
 
-    def sweep(self, attempt: int, generation: int = 0) -> None:
+    def sweep(self, attempt: int, generation: int = 0, save: int = 0) -> None:
         """Also takes up what was whole in the store, and whose writer died before the copy of its manifest."""
-        super().sweep(attempt, generation)
+        now = (attempt, generation, save)
+        super().sweep(*now)
         with contextlib.suppress(OSError):
             bucket = Bucket(self._root)
             for key, upload in bucket.uploads():
-                if (found := _KEY.fullmatch(key)) and is_stale(found[1], found[2], attempt, generation):
+                if (found := _KEY.fullmatch(key)) and is_stale(found[1], found[2], now):
                     bucket.abort_upload(key, upload)
             for group, files in _groups(bucket).items():
-                if is_stale(*group, attempt, generation):
+                if is_stale(*group, now):
                     self._settle(bucket, *group, files)
 
     def _settle(self, bucket: Bucket, name: str, token: str, files: Sequence[str]) -> None:

@@ -179,7 +179,7 @@ class PosixShelf:
     def remove(self, name: CheckpointName) -> None:
         remove_directory(self.folder / str(name))
 
-    def sweep(self, attempt: int, generation: int = 0) -> None:
+    def sweep(self, attempt: int, generation: int = 0, save: int = 0) -> None:
         """What is swept is renamed before it is deleted: a writer of such an attempt that was frozen just before its
         rename could otherwise publish a directory that is half deleted."""
         with contextlib.suppress(OSError):
@@ -188,14 +188,15 @@ class PosixShelf:
                 with contextlib.suppress(OSError):
                     if path.name.startswith(GOING):
                         _delete(path)
-                    elif unfinished and is_stale(unfinished[1], unfinished[2], attempt, generation):
+                    elif unfinished and is_stale(unfinished[1], unfinished[2], (attempt, generation, save)):
                         remove_directory(path)
 
 
-def is_stale(name: str, token: str, attempt: int, generation: int) -> bool:
-    """Whether a preparation belongs to an attempt before this, or to a generation of this before `generation`."""
+def is_stale(name: str, token: str, now: tuple[int, int, int]) -> bool:
+    """Whether a preparation belongs to an (attempt, generation, save) before `now`."""
     of = CheckpointName.parse(name)
-    return of is not None and (of.attempt, int(token[1:].partition("-")[0])) < (attempt, generation)
+    generation, _, save = token[1:].partition("-")
+    return of is not None and (of.attempt, int(generation), int(save, 16)) < now
 
 
 def source_at(directory: Path) -> ByteSource:
