@@ -345,7 +345,16 @@ class Trainer:
             self._saved_step = self.progress.step
             if changed:
                 self._report("settings_changed", step=self.progress.step, changes=changed)
+        elif self.config.model.init_from is not None:
+            self._load_initial(self.config.model.init_from)
         self.data = _open_data(self.config, self.grid, self.progress.consumed_samples, fingerprints)
+
+    def _load_initial(self, chosen: str) -> None:
+        from .initial import load_initial  # a run that goes on has no use for it
+
+        loaded = load_initial(chosen, self.config.model, self.grid, self.entries())
+        self.data_parallel.publish()
+        self._report("initial_weights", source=chosen, differences=list(loaded.notes))
 
 
 def _open_data(config: Config, grid: Grid, consumed_samples: int, fingerprints: Any) -> TrainingData:
