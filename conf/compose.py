@@ -161,6 +161,10 @@ def _make_absolute(plain: dict[str, Any], base: Path) -> None:
     for holder, key in [(plain, "run_root"), (data, "tokenizer"), *((source, "prefix") for source in data["sources"])]:
         if holder[key]:
             holder[key] = str(base / Path(holder[key]).expanduser())
+    chosen = plain["model"]["init_from"] or ""
+    prefix, path = ("hf:", chosen[3:]) if chosen.startswith("hf:") else ("", chosen)
+    if path.strip():
+        plain["model"]["init_from"] = f"{prefix}{base / Path(path).expanduser()}"
     container = plain["container"]
     if is_file_image(container["runtime"], container["image"]):
         container["image"] = str(base / Path(container["image"]).expanduser())

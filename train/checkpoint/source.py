@@ -48,7 +48,7 @@ class CheckpointWeights:
             return
         tensor = self.checkpoint.tensors[entry]
         step = max(1, CHUNK * tensor.rows // tensor.nbytes)
-        taken = (slice(None), *(slice(a, a + n) for a, n in zip(box.start[1:], box.shape[1:], strict=True)))
+        taken = (slice(None), *box.slices_in(Box.whole(tensor.shape))[1:])
         for done in range(0, box.shape[0], step):
             count = min(step, box.shape[0] - done)
             rows = self.checkpoint.read(entry, box.start[0] + done, count)

@@ -20,15 +20,15 @@ from .fields import Fields, is_close, show
 
 CONFIG = "config.json"
 # What has no influence on weights and logits, or only tells a program how to run the model.
-_HARMLESS = (
-    "_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache initializer_range "
-    "bos_token_id eos_token_id pad_token_id unk_token_id decoder_start_token_id attention_dropout resid_pdrop "
-    "embd_pdrop attn_pdrop hidden_dropout hidden_act max_position_embeddings max_window_layers pretraining_tp "
-    "output_router_logits router_aux_loss_coef router_jitter_noise task_specific_params summary_activation "
-    "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj n_ctx reorder_and_upcast_attn "
-    "is_encoder_decoder is_decoder return_dict output_attentions output_hidden_states chunk_size_feed_forward "
-    "cache_implementation _sliding_window_pattern id2label label2id problem_type"
-).split()
+_HARMLESS = """
+    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache initializer_range
+    bos_token_id eos_token_id pad_token_id unk_token_id decoder_start_token_id attention_dropout resid_pdrop
+    embd_pdrop attn_pdrop hidden_dropout hidden_act max_position_embeddings max_window_layers pretraining_tp
+    output_router_logits router_aux_loss_coef router_jitter_noise task_specific_params summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj n_ctx reorder_and_upcast_attn
+    is_encoder_decoder is_decoder return_dict output_attentions output_hidden_states chunk_size_feed_forward
+    cache_implementation _sliding_window_pattern id2label label2id problem_type
+""".split()  # noqa: SIM905 (a list of words)
 _ELSEWHERE = {"vision_config": "vision", "audio_config": "audio", "text_config": "vision or audio"}
 # What a run may set otherwise than the files say, to go on with longer contexts; it is reported.
 CHANGEABLE = {"sliding_window", "global_every", *(name for name in FUNCTION if name.startswith("rope_"))}
@@ -55,7 +55,9 @@ def read_config(directory: Path) -> Described:
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{directory}: no {CONFIG} in it; expected a model's directory as transformers writes") from None
+        raise ValueError(
+            f"{directory}: no {CONFIG} in it; expected a model's directory as transformers writes"
+        ) from None
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from e
     except ValueError as e:

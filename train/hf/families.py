@@ -42,7 +42,8 @@ class Family:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Raises ValueError: a setting that the family has no field for; all of them."""
-        problems, written = [], {}
+        problems: list[str] = []
+        written: dict[str, Any] = {}
         for aspect in self.aspects:
             try:
                 written |= aspect.write(model)
@@ -85,7 +86,7 @@ def _base(tied: bool = False, norm_eps: float = 1e-6) -> list[Aspect]:
 _WIDTH = Field("ffn_size", "intermediate_size")
 _SILU = Only("hidden_act", ("silu", "swish"))
 _NO_BIAS = Only("attention_bias", (False,))
-_GEMMA = [
+_GEMMA: list[Aspect] = [
     Only("hidden_activation", ("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh"),
     Only("use_bidirectional_attention", (False, None)),
     _WIDTH,

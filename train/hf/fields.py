@@ -1,7 +1,7 @@
 """config.json field by field: typed access that remembers what was read, and the aspects that families are made of.
 
 Owns: `Aspect`, which turns a few fields of a config.json into settings of ours and back, and the plain ones among them.
-Rotary frequencies are rope.py's, attention windows and experts layers.py's; which family has which aspects families.py's.
+Rotary frequencies are rope.py's, attention windows and experts layers.py's; which family has which is families.py's.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Biases:
-    """Llama's: those of attention and those of the feed-forward layer. Ours: queries, keys and values, and all others."""
+    """Llama's: those of attention and of the feed-forward layer. Ours: of queries, keys and values, and all others."""
 
     settings: tuple[str, ...] = ("qkv_bias", "linear_bias")
 

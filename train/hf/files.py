@@ -56,8 +56,8 @@ def tensors_of(directory: Path) -> dict[str, Stored]:
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED and "training_args" not in p.name)
     if pickled:
         raise ValueError(
-            f"{directory / pickled[0]}: pickled weights, which can run any code when they are loaded; have transformers "
-            "write them as safetensors (save_pretrained), in a place where that does no harm"
+            f"{directory / pickled[0]}: pickled weights, which can run any code when they are loaded; have "
+            "transformers write them as safetensors (save_pretrained), in a place where that does no harm"
         )
     raise ValueError(f"{directory}: no {SINGLE} and no {INDEX} in it")
 
@@ -188,9 +188,9 @@ def fill(read: ReadBytes, at: int, dtype: torch.dtype, shape: tuple[int, ...], r
     row = prod(shape[1:]) * dtype.itemsize
     step = max(1, min(region.shape[0], _CHUNK // row))
     staging = bytearray(step * row)
-    taken = tuple(slice(a, a + n) for a, n in zip(region.start[1:], region.shape[1:], strict=True))
+    taken = (slice(None), *region.slices_in(Box.whole(shape))[1:])
     for done in range(0, region.shape[0], step):
         count = min(step, region.shape[0] - done)
         read(at + (region.start[0] + done) * row, memoryview(staging)[: count * row])
         rows = torch.frombuffer(staging, dtype=torch.uint8, count=count * row).view(dtype).view(count, *shape[1:])
-        out[done : done + count].copy_(rows[(slice(None), *taken)])
+        out[done : done + count].copy_(rows[taken])

@@ -43,7 +43,7 @@ def _experts(names: Mapping[str, str], router: str) -> dict[str, Rule]:
 
 
 _LAYER = "model.layers.{layer}."
-LLAMA: Rules = {
+LLAMA: dict[str, Rule] = {
     **_names("", {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}),
     **_names(
         _LAYER,

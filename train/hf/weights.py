@@ -98,7 +98,9 @@ def _chosen(stored: Mapping[str, Stored], planned: Layout, where: Path, is_tied:
             problems.append(f"{name} is {list(found.shape)}, by config.json {list(planned.shape(name))}")
         check_floating(name, found)
         chosen[name] = found
-    problems += [f"{name} has no place in the model" for name in _left_over(stored, {*chosen, *short.values()}, is_tied)]
+    problems += [
+        f"{name} has no place in the model" for name in _left_over(stored, {*chosen, *short.values()}, is_tied)
+    ]
     if problems:
         raise ValueError(f"{where}: weights and config.json differ: {summary(problems)}")
     return chosen
