@@ -152,7 +152,7 @@ def _read_part(path: Path, digest: int) -> Iterator[dict[str, Any]]:
 class Index:
     """An index in memory. The bytes have been checked against the manifest; `where` is for messages."""
 
-    def __init__(self, index: bytes, offsets: bytes, where: str) -> None:
+    def __init__(self, index: bytes | bytearray, offsets: bytes | bytearray, where: str) -> None:
         self._data, self._where = index, where
         self._offsets = struct.unpack(f"<{len(offsets) // 8}Q", offsets[: len(offsets) // 8 * 8])
 

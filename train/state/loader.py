@@ -6,7 +6,7 @@ copying. Does not own: which checkpoint, and agreement among ranks (checkpointer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,9 +16,7 @@ from ...launcher.run.manifest import InvalidCheckpointError
 from ..box import Box
 from .entry import DTYPES, Entry
 from .index import Index, Line, Stored
-from .source import VerifiedReader
-
-_STAGING = 64 * 1024 * 1024  # bytes of host memory through which a restore passes
+from .reader import Range, VerifiedReader
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,29 +83,61 @@ def load(reader: VerifiedReader, pieces: Sequence[Piece]) -> None:
     Raises:
         InvalidCheckpointError: a block is bad; what was copied before stays, so all tensors are then void.
     """
-    staging = bytearray(0)
-    for p in sorted(pieces, key=lambda p: (p.stored.file, p.stored.at)):
-        need = min(_STAGING, p.stored.box.numel * p.entry.tensor.element_size())
-        row = prod(p.stored.box.shape[1:]) * p.entry.tensor.element_size()
-        if len(staging) < max(need, row):
-            staging = bytearray(max(need, row))
-        _copy(reader, p, staging)
+    is_pinned = any(p.entry.tensor.is_cuda for p in pieces)
+    reader.read([_range(p) for p in pieces], lambda size: _staging(size, is_pinned))
 
 
-def _copy(reader: VerifiedReader, p: Piece, staging: bytearray) -> None:
-    """Read whole stored rows, which lie together, as many at a time as `staging` holds; take the region's columns."""
+def _staging(size: int, is_pinned: bool) -> memoryview:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned).numpy().data
+
+
+def _range(p: Piece) -> Range:
+    """The whole rows (dim 0) of the stored slice that have elements of the piece: they lie together."""
     tensor = p.entry.tensor.detach()
     target = tensor[p.region.slices_in(p.entry.box)]
-    taken = (slice(None), *p.region.slices_in(p.stored.box)[1:])
-    width = p.stored.box.shape[1:]
-    row = prod(width) * tensor.element_size()
-    if not p.region.shape:  # a scalar is one row
-        target, first, count = target.view(1), 0, 1
+    if not p.region.shape:
+        rows = inner = Box((), ())
+        first, size = 0, tensor.element_size()
     else:
-        first, count = p.region.start[0] - p.stored.box.start[0], p.region.shape[0]
-    step = max(1, len(staging) // row)
-    for done in range(0, count, step):
-        n = min(step, count - done)
-        reader.read(p.stored.file, p.stored.at + (first + done) * row, memoryview(staging)[: n * row])
-        rows = torch.frombuffer(staging, dtype=torch.uint8, count=n * row).view(tensor.dtype).view((n, *width))
-        target[done : done + n].copy_(rows[taken])
+        rows = p.stored.box.rows(p.region.start[0] - p.stored.box.start[0], p.region.shape[0])
+        row = prod(rows.shape[1:]) * tensor.element_size()
+        first, size = (rows.start[0] - p.stored.box.start[0]) * row, p.region.shape[0] * row
+    at = p.stored.at + first
+    if rows.shape == p.region.shape and target.device.type == "cpu" and target.is_contiguous():
+        into = target.reshape(-1).view(torch.uint8).numpy().data
+        return Range(p.stored.file, at, size, into=into)
+    inner = Box(tuple(a - b for a, b in zip(p.region.start, rows.start, strict=True)), p.region.shape)
+    return Range(p.stored.file, at, size, take=lambda at, data: _take(target, inner, rows.shape, at, data))
+
+
+def _take(target: torch.Tensor, inner: Box, shape: tuple[int, ...], at: int, data: memoryview) -> None:
+    """Copy the elements of `inner`, a region of a tensor of `shape`, that are among its bytes `at : at + len(data)`.
+
+    target: of inner's shape, any device and stride.
+    """
+    size = target.element_size()
+    values = torch.frombuffer(data, dtype=torch.uint8).view(target.dtype)
+    for box, first in boxes(shape, at // size, (at + len(data)) // size):
+        region = box.intersect(inner)
+        if region is not None:
+            source = values[first - at // size :][: box.numel].view(box.shape)
+            target[region.slices_in(inner)].copy_(source[region.slices_in(box)])
+
+
+def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Elements `first : end` of a row-major tensor of `shape` as boxes, each with the number of its first element."""
+    if first >= end:
+        return
+    if not shape:
+        yield Box((), ()), 0
+        return
+    row = prod(shape[1:])
+    whole, behind = -(-first // row), end // row
+    if whole < behind:
+        yield Box((whole, *(0 for _ in shape[1:])), (behind - whole, *shape[1:])), whole * row
+    # The row in which it begins and the row in which it ends, as far as it does not have them whole.
+    ends = ((behind, first, end),) if whole > behind else ((whole - 1, first, whole * row), (behind, behind * row, end))
+    for i, a, b in ends:
+        if a < b:
+            for box, at in boxes(shape[1:], a - i * row, b - i * row):
+                yield Box((i, *box.start), (1, *box.shape)), i * row + at

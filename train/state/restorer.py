@@ -22,7 +22,8 @@ from .agreement import SHOWN, Status, errors, exchange, first_rank, summary
 from .entry import Entry
 from .index import Index
 from .loader import Match, load, match
-from .source import FileSource, VerifiedReader
+from .reader import VerifiedReader
+from .source import FileSource
 
 
 class NoValidCheckpointError(Exception):
@@ -131,7 +132,7 @@ class _Load:
     def open(self) -> Status:
         self.manifest = read_manifest(self._source.directory)
         self.reader = VerifiedReader(self._source, self.manifest)
-        self.index = Index(self.reader.small(INDEX), self.reader.small(OFFSETS), str(self._source.where(INDEX)))
+        self.index = Index(self.reader.small(INDEX), self.reader.small(OFFSETS), self._source.where(INDEX))
         self.match = match(self.index, self._entries)
         return {"differences": self.match.differences[:SHOWN]}
 

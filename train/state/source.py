@@ -1,28 +1,35 @@
-"""Where the bytes of a checkpoint come from, and the check that they are those that were written.
+"""Where the bytes of a checkpoint come from: the one interface that restore reads through, and files.
 
-Owns: the one interface that restore reads through (files today; a segment of this node or of another has the same),
-and verification of every 4 MiB block that is touched. Does not own: what the bytes mean (loader.py).
+Owns: that interface (files here; object stores in train/storage; a segment of this node or of another could have the
+same). Does not own: whether the bytes are those that were written (reader.py), or what they mean (loader.py).
 """
 
 from __future__ import annotations
 
 import os
-import zlib
+import threading
+from collections import OrderedDict
 from pathlib import Path
 from typing import Protocol
 
-from ...launcher.run.manifest import BLOCK, BlockChecker, FileEntry, InvalidCheckpointError, Manifest
+from ...launcher.run.manifest import BLOCK, InvalidCheckpointError
+
+_OPEN = 32  # files kept open: more than threads, since reads come sorted by file
+_AT_ONCE = 4  # a parallel file system gives one stream a fraction of its speed; a node has 8 ranks that read
 
 
 class ByteSource(Protocol):
-    """Random access to the files of one checkpoint."""
+    """Random access to the files of one checkpoint, from several threads."""
 
-    def where(self, file: str) -> Path:
+    piece: int  # bytes of a read that is large enough; a multiple of the checksum block
+    streams: int  # reads at a time, per rank, that are worth it
+
+    def where(self, file: str) -> str:
         """The file's name for messages."""
         ...
 
-    def read(self, file: str, at: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `at` on.
+    def read(self, file: str, at: int, *into: memoryview) -> None:
+        """Fill the buffers, one after the other, with the bytes from `at` on. No more buffers than `os.preadv` takes.
 
         Raises:
             InvalidCheckpointError: the file is missing, too short or unreadable; names it.
@@ -32,101 +39,62 @@ class ByteSource(Protocol):
     def close(self) -> None: ...
 
 
+class _Descriptor:
+    """Closed when the last thread that uses it has let go of it, not when the source does."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class FileSource:
     """A checkpoint directory. Not mapped into memory: there, a disk's error would end the process with SIGBUS."""
 
+    piece = BLOCK
+    streams = _AT_ONCE
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._open: tuple[str, int] | None = None  # one at a time: reads come sorted by file
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
-    def where(self, file: str) -> Path:
-        return self.directory / file
+    def where(self, file: str) -> str:
+        return str(self.directory / file)
 
-    def read(self, file: str, at: int, into: memoryview) -> None:
+    def read(self, file: str, at: int, *into: memoryview) -> None:
         try:
-            fd = self._descriptor(file)
-            done = 0
-            while done < len(into):
-                got = os.preadv(fd, [into[done:]], at + done)
-                if got == 0:
-                    raise InvalidCheckpointError(f"{self.where(file)}: ends at byte {at + done}, more was expected")
-                done += got
+            opened = self._opened(file)
+            rest = list(into)
+            while rest:
+                got = os.preadv(opened.fd, rest, at)
+                if got == 0 and any(rest):
+                    raise InvalidCheckpointError(f"{self.where(file)}: ends at byte {at}, more was expected")
+                at += got
+                rest = _behind(rest, got)
         except OSError as e:
             raise InvalidCheckpointError(f"{self.where(file)}: {e.strerror}") from e
 
-    def _descriptor(self, file: str) -> int:
-        if self._open is not None and self._open[0] == file:
-            return self._open[1]
-        self.close()
-        self._open = (file, os.open(self.where(file), os.O_RDONLY | os.O_CLOEXEC))
-        return self._open[1]
+    def _opened(self, file: str) -> _Descriptor:
+        with self._lock:
+            opened = self._open.pop(file, None) or _Descriptor(self.directory / file)
+            self._open[file] = opened
+            while len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+            return opened
 
     def close(self) -> None:
-        if self._open is not None:
-            os.close(self._open[1])
-            self._open = None
+        with self._lock:
+            self._open.clear()
 
 
-class VerifiedReader:
-    """Reads any range of any file that the manifest names; what it returns has been checked."""
-
-    def __init__(self, source: ByteSource, manifest: Manifest) -> None:
-        self._source = source
-        self._entries = {f.name: f for f in manifest.files}
-        self._checkers: dict[str, BlockChecker] = {}
-        self._block = bytearray(BLOCK)
-        self._held: tuple[str, int, int] | None = None  # file, number and size of the block in memory
-
-    def small(self, file: str) -> bytes:
-        """A whole file that has one checksum (index, sidecar).
-
-        Raises:
-            InvalidCheckpointError: it is not what was written.
-        """
-        entry = self._entry(file)
-        data = bytearray(entry.size)
-        self._source.read(file, 0, memoryview(data))
-        if zlib.crc32(data) != entry.crc32:
-            raise InvalidCheckpointError(f"{self._source.where(file)}: does not match its checksum in the manifest")
-        return bytes(data)
-
-    def read(self, file: str, at: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of `file` from `at` on; whole blocks are read and checked.
-
-        Raises:
-            InvalidCheckpointError: a block is not what was written, or cannot be read.
-        """
-        entry = self._entry(file)
-        if at + len(into) > entry.size:
-            raise InvalidCheckpointError(f"{self._source.where(file)}: {entry.size} bytes, the index reaches beyond")
-        done = 0
-        while done < len(into):
-            number, skip = divmod(at + done, BLOCK)
-            block = self._load(entry, number)
-            count = min(len(block) - skip, len(into) - done)
-            into[done : done + count] = block[skip : skip + count]
-            done += count
-
-    def _load(self, entry: FileEntry, number: int) -> memoryview:
-        size = min(BLOCK, entry.size - number * BLOCK)
-        block = memoryview(self._block)[:size]
-        # Neighbouring tensors share a block: it is read and checked once.
-        if self._held != (entry.name, number, size):
-            self._held = None
-            self._source.read(entry.name, number * BLOCK, block)
-            self._checker(entry).check(number, block)
-            self._held = (entry.name, number, size)
-        return block
-
-    def _checker(self, entry: FileEntry) -> BlockChecker:
-        if entry.name not in self._checkers:
-            if entry.blocks is None:
-                raise InvalidCheckpointError(f"{self._source.where(entry.name)}: has no block checksums")
-            # Its file comes first: the source keeps one open, and the block's own is the one to keep.
-            self._checkers[entry.name] = BlockChecker(self._source.where(entry.name), self.small(entry.blocks))
-        return self._checkers[entry.name]
-
-    def _entry(self, file: str) -> FileEntry:
-        if file not in self._entries:
-            raise InvalidCheckpointError(f"{self._source.where(file)}: the manifest does not name it")
-        return self._entries[file]
+def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the buffers behind their first `done` bytes."""
+    for number, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[number + 1 :]]
+        done -= len(buffer)
+    return []
