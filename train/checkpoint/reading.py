@@ -19,7 +19,8 @@ from ..box import Box
 from ..state.entry import DTYPES, Entry
 from ..state.index import Index
 from ..state.loader import load, match
-from ..state.source import ByteSource, FileSource, VerifiedReader
+from ..state.reader import VerifiedReader
+from ..state.source import ByteSource, FileSource
 
 CHUNK = 64 * 1024 * 1024  # bytes of a tensor that are in memory at once
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -50,7 +51,7 @@ class Checkpoint:
         """Use `open_checkpoint`."""
         self.directory, self.manifest, self._source = directory, manifest, source
         self._reader = VerifiedReader(source, manifest)
-        self._index = Index(self._reader.small(INDEX), self._reader.small(OFFSETS), str(source.where(INDEX)))
+        self._index = Index(self._reader.small(INDEX), self._reader.small(OFFSETS), source.where(INDEX))
         self.tensors: dict[str, Logical] = {}  # by name, sorted
         for number in range(len(self._index)):
             line = self._index.find(self._index.name(number))

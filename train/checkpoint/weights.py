@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +23,7 @@ import torch
 from ...launcher.run.files import fsync_dir
 from ...launcher.run.manifest import BLOCK, INDEX, OFFSETS, FileEntry, Manifest, check_sizes, describe
 from ..box import Box
+from ..state.checksum import crc32
 from ..state.entry import Slice
 from ..state.index import part
 from ..state.segment import layout
@@ -212,7 +212,7 @@ class _CheckedFile:
 
     def _flush(self) -> None:
         view = memoryview(self._buffer)[: self._filled]
-        self._crcs += [zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
+        self._crcs += [crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
         self._sink.write(view)
         self._written += len(view)
         self._progress(len(view))

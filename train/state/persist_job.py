@@ -27,6 +27,7 @@ from ...launcher.run.manifest import FileEntry, InvalidCheckpointError, Manifest
 from ...launcher.run.retention import Retention
 from ..storage.base import Shelf, Sink, Target
 from ..storage.choice import target_of
+from .checksum import crc32
 from .index import merge_index, part_name
 from .persist import FAILED, PART, PUBLISHED, WAVE, Answer, Part, Wave
 from .writer import shard_name, sidecar_name, write_small
@@ -276,7 +277,7 @@ class _Shard:
 
     def write(self, data: memoryview, before: Callable[[], None] | None = None) -> None:
         """The next bytes; they may change after `settle`."""
-        self._coming.append(self._pool.submit(block_checksums, data))
+        self._coming.append(self._pool.submit(block_checksums, data, crc32))
         if before is not None:
             before()
         self._sink.write(data)

@@ -14,6 +14,7 @@ from pathlib import Path
 from ...launcher.run.files import naming
 from ...launcher.run.manifest import FileEntry, block_checksums, describe
 from ..storage.base import Target
+from .checksum import crc32
 from .segment import Segment
 
 _CHUNK = 32 * 1024 * 1024  # bytes per write: large for parallel file systems, small enough to notice a full one early
@@ -74,7 +75,7 @@ def write_shard(
     blocks = f"{name.removesuffix('.safetensors')}.crc32"
     # crc32 and write both leave the interpreter, so the checksums cost no time beside the disk.
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
-        checksums = pool.submit(block_checksums, segment.data)
+        checksums = pool.submit(block_checksums, segment.data, crc32)
         write_file(directory / name, segment.data, halfway)
         sidecar = checksums.result()
     write_file(directory / blocks, sidecar)
