@@ -144,7 +144,9 @@ class ObjectTarget:
 
     def discard(self) -> None:
         remove_directory(self._copy)
-        delete_all(self._bucket.address)
+        # A later attempt may have taken it up, if it was whole.
+        if not _points_to(self._folder / self.spec["name"], self._bucket.address):
+            delete_all(self._bucket.address)
 
 
 class ObjectSource:
@@ -206,7 +208,6 @@ class ObjectShelf(PosixShelf):
     def sweep(self, attempt: int, generation: int = 0, save: int = 0) -> None:
         """Also takes up what was whole in the store, and whose writer died before the copy of its manifest."""
         now = (attempt, generation, save)
-        super().sweep(*now)
         with contextlib.suppress(OSError):
             bucket = Bucket(self._root)
             for key, upload in bucket.uploads():
@@ -215,14 +216,14 @@ class ObjectShelf(PosixShelf):
             for group, files in _groups(bucket).items():
                 if is_stale(*group, now):
                     self._settle(bucket, *group, files)
+        super().sweep(*now)
 
     def _settle(self, bucket: Bucket, name: str, token: str, files: Sequence[str]) -> None:
         """Delete what a writer left of a checkpoint, unless it is whole."""
         at = f"{name}/{token}."
         copy = self.folder / name
-        with contextlib.suppress(InvalidCheckpointError):
-            if read_manifest(copy).location == bucket.url(at):
-                return
+        if _points_to(copy, bucket.url(at)):
+            return
         if MANIFEST in files and not copy.exists():
             fresh = self.folder / f".tmp-{name}-{token}"
             with contextlib.suppress(InvalidCheckpointError):
@@ -234,6 +235,13 @@ class ObjectShelf(PosixShelf):
                 return
         # The manifest goes first: without it, nobody takes the rest for a checkpoint.
         bucket.delete(sorted((at + f for f in files), key=lambda key: not key.endswith(MANIFEST)))
+
+
+def _points_to(copy: Path, location: str) -> bool:
+    try:
+        return read_manifest(copy).location == location
+    except InvalidCheckpointError:
+        return False
 
 
 def _groups(bucket: Bucket) -> dict[tuple[str, str], list[str]]:
