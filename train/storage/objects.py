@@ -39,7 +39,6 @@ MIB = 2**20
 _PART = 32 * MIB  # bytes of one part; a store takes at least 5 MiB, and at most 10,000 parts
 _MOST_PARTS = 9_000
 _AT_ONCE = 4  # parts on their way per file: one connection brings about 100 MB/s
-_AHEAD = 64 * MIB  # bytes fetched beyond what was asked for, once reading goes straight on
 _KEY = re.compile(r"(step-\d{8,}-a\d{4,})/(g\d{4,}-[0-9a-f]+)\.([^/]+)")
 
 
@@ -150,40 +149,32 @@ class ObjectTarget:
 
 
 class ObjectSource:
-    """Reads ranges of a checkpoint's objects; what goes straight on is fetched ahead."""
+    """Reads ranges of a checkpoint's objects."""
+
+    piece = 16 * MIB  # a request costs a round trip
+    streams = 8  # each of which has a fraction of the network's speed
 
     def __init__(self, location: str) -> None:
         self._bucket = Bucket(location)
-        self._held: tuple[str, int, bytes] | None = None  # file, first byte, bytes
-        self._ahead = 0
 
-    def where(self, file: str) -> Path:
-        return Path(self._bucket.url(file))
+    def where(self, file: str) -> str:
+        return self._bucket.url(file)
 
-    def read(self, file: str, at: int, into: memoryview) -> None:
-        view, done = into.cast("B"), 0
-        while done < len(view):
-            got = self._fetch(file, at + done, len(view) - done)
-            if not got:
-                raise InvalidCheckpointError(f"{self._bucket.url(file)}: ends at byte {at + done}, more was expected")
-            view[done : done + len(got)] = got
-            done += len(got)
-
-    def _fetch(self, file: str, at: int, count: int) -> memoryview:
-        held = self._held
-        if held is not None and held[0] == file and held[1] <= at < held[1] + len(held[2]):
-            return memoryview(held[2])[at - held[1] :][:count]
-        goes_on = held is not None and held[0] == file and at == held[1] + len(held[2])
-        self._ahead = min(max(2 * self._ahead, 4 * MIB), _AHEAD) if goes_on else 0
+    def read(self, file: str, at: int, *into: memoryview) -> None:
+        count = sum(map(len, into))
         try:
-            data = self._bucket.get(file, at, at + count + self._ahead)
+            data = memoryview(self._bucket.get(file, at, at + count)) if count else memoryview(b"")
         except OSError as e:
-            raise InvalidCheckpointError(f"{self._bucket.url(file)}: {e.strerror}") from e
-        self._held = (file, at, data)
-        return memoryview(data)[:count]
+            raise InvalidCheckpointError(f"{self.where(file)}: {e.strerror}") from e
+        if len(data) < count:
+            raise InvalidCheckpointError(f"{self.where(file)}: ends at byte {at + len(data)}, more was expected")
+        done = 0
+        for view in into:
+            view[:] = data[done : done + len(view)]
+            done += len(view)
 
     def close(self) -> None:
-        self._held = None
+        pass
 
 
 class ObjectShelf(PosixShelf):
