@@ -128,6 +128,8 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where}: not valid JSON ({e.msg} at line {e.lineno}); expected a complete JSON object"
         ) from e
+    except RecursionError as e:  # nothing of ours is nested so deeply, and it is no ValueError
+        raise ValueError(f"{where}: not valid JSON (nested too deeply); expected a complete JSON object") from e
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value

@@ -110,7 +110,13 @@ def test_read_lines_passes_over_what_is_no_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(b'{"a": 1', "not valid JSON"), (b"[1]", "found list"), (b'{"a": "\xff"}', "not UTF-8"), (b"", "not valid JSON")],
+    [
+        (b'{"a": 1', "not valid JSON"),
+        (b"[1]", "found list"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b"", "not valid JSON"),
+        (b"[" * 200_000, "nested too deeply"),
+    ],
 )
 def test_read_json_names_file_and_fault(tmp_path: Path, content: bytes, complaint: str) -> None:
     path = tmp_path / "a.json"
