@@ -1,4 +1,4 @@
-"""One node's processes: zygote, store and workers, with their segments, logs and exits. The agent's hands.
+"""One node's processes: zygote, store, writer and workers, with their segments, logs and exits. The agent's hands.
 
 Owns: forking through the zygote, reading segments, killing. Does not own: when (the supervisor says).
 """
@@ -14,11 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from .caches import cache_variables, is_compiled
 from .fabric_node import Fabric
+from .node_writer import WriterLink
 from .run.events import EventLog
 from .run.heartbeat import Control, Heartbeat, Phase, Segment
 from .run.layout import AttemptDir, RunDir
@@ -69,6 +71,8 @@ class Node:
         self._pids: dict[int, int] = {}  # pid -> rank
         self._config = config
         self._fabric = Fabric(config["fabric"], events, self._say)
+        spec = {"run": str(run.path), "attempt": attempt.number, "config": config}
+        self._writer = WriterLink(self._fork, spec, events)
         self.is_stopping = False  # a stop step was proposed: news is wanted at once
 
     # Processes.
@@ -110,6 +114,9 @@ class Node:
         generation, first = int(message["generation"]), int(message["first_rank"])
         count = int(message["procs_per_node"])
         fabric = self._fabric.form(count, message.get("address"))
+        has_writer = not self._config["task"]["cmd"]
+        if has_writer:
+            self._writer.start(frozenset().union(*(seat.cpus or () for seat in fabric.seats)))
         for k, seat in enumerate(fabric.seats):
             rank = first + k
             segment = Segment.create(f"g{generation}-r{rank}")
@@ -128,7 +135,8 @@ class Node:
                 "cpus": None if seat.cpus is None else sorted(seat.cpus),
             }
             env = fabric.env | {"LOCAL_WORLD_SIZE": str(count), "STOKER_RANK": str(rank)}
-            channel = self._fork("worker", rank, spec, env, (segment.fd,))
+            with self._writer.client(generation, rank, k) if has_writer else nullcontext(()) as state:
+                channel = self._fork("worker", rank, spec, env, (segment.fd, *state))
             self._workers[rank] = Worker(rank, generation, segment, channel)
 
     def record_stacks(self) -> None:
@@ -169,6 +177,7 @@ class Node:
         for w in self._workers.values():
             self._forget(w)
         self._workers.clear()
+        self._writer.close()
         for channel in self.channels():
             channel.close()
         self._to_zygote = self._store = None
@@ -183,7 +192,7 @@ class Node:
     # News.
 
     def channels(self) -> list[Channel]:
-        found = [self._to_zygote, self._store, *(w.channel for w in self._workers.values())]
+        found = [self._to_zygote, self._store, self._writer.channel, *(w.channel for w in self._workers.values())]
         return [c for c in found if c is not None]
 
     def read(self, channel: Channel) -> None:
@@ -207,6 +216,9 @@ class Node:
                 self._from_worker(channel, message)
 
     def _hang_up(self, channel: Channel) -> None:
+        if channel is self._writer.channel:
+            self._writer.lost("it ended")
+            return
         channel.close()
         if channel is self._store:
             self._store = None

@@ -47,9 +47,10 @@ def main() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     began = time.monotonic()
     from . import store, worker
+    from .state import persist_writer
 
     worker.preload()
-    targets = {"worker": worker.main, "store": store.main}
+    targets = {"worker": worker.main, "store": store.main, "writer": persist_writer.main}
     channel.send({"kind": "ready", "seconds": round(time.monotonic() - began, 3)})
     while True:
         waitables: list[Any] = [channel, wake_read]
@@ -81,7 +82,8 @@ def _reap(channel: Channel) -> None:
 def _fork(
     channel: Channel, message: dict[str, Any], fds: list[int], targets: dict[str, Any], pipe: tuple[int, int]
 ) -> None:
-    """Descriptors that come along: log, channel to the agent, then (workers) the heartbeat segment."""
+    """Descriptors that come along: log, channel to the agent, then (workers) the heartbeat segment, the two state
+    segments, and the socket to the writer, if there is one."""
     zygote = os.getpid()
     pid = os.fork()
     if pid:
