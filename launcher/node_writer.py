@@ -40,7 +40,7 @@ class WriterLink:
 
     @contextlib.contextmanager
     def client(self, generation: int, rank: int, local_rank: int) -> Iterator[tuple[int, ...]]:
-        """Descriptors for a worker that is to be forked: its state segments and, if there is a writer, its way there."""
+        """Descriptors for a worker that is to be forked: its state segments and, with a writer, its way there."""
         if local_rank not in self._segments:
             first, second = (os.memfd_create(f"stoker-state-{local_rank}-{k}") for k in (0, 1))
             self._segments[local_rank] = first, second

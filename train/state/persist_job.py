@@ -63,7 +63,8 @@ class Runner:
 
     def __init__(self, run: RunDir, shelf: Shelf, memory: Memory, answer: Callable[[Answer], None]) -> None:
         self._run, self._shelf, self._memory, self._answer = run, shelf, memory, answer
-        self._orders: SimpleQueue[tuple[int, Callable[[], None]] | None] = SimpleQueue()
+        # With the job; None: to be done whatever became of the job.
+        self._orders: SimpleQueue[tuple[int | None, Callable[[], None]] | None] = SimpleQueue()
         self._abandoned = 0  # this job and all before it
         self._failed = 0  # likewise
         self._began = 0.0
@@ -84,15 +85,15 @@ class Runner:
     def publish(self, job: int, request: dict[str, Any]) -> None:
         self._orders.put((job, lambda: self._publish(request)))
 
-    def abandon(self, job: int) -> None:
-        """No answer for it comes after this has returned... but for one on its way; see persisters."""
+    def abandon(self, job: int, others: Part | None = None) -> None:
+        """Answers for it may still be on their way. `others`: the job is another runner's, which is no more."""
         self._abandoned = max(self._abandoned, job)
-        self._orders.put((job, self._leave))
+        self._orders.put((None, lambda: self._leave(others)))
 
     def close(self, patience: float | None = None) -> None:
         """Abandon what is in hand, end the thread and close the memory; wait `patience` seconds for that at most."""
         self._abandoned = sys.maxsize
-        self._orders.put((0, self._leave))
+        self._orders.put((None, self._leave))
         self._orders.put(None)
         self._thread.join(patience)
 
@@ -101,7 +102,9 @@ class Runner:
     def _serve(self) -> None:
         while (order := self._orders.get()) is not None:
             job, work = order
-            if work == self._leave or job > max(self._abandoned, self._failed):
+            if job is None:
+                work()
+            elif job > max(self._abandoned, self._failed):
                 self._do(job, work)
         self._checksums.shutdown()
         self._memory.close()
@@ -135,14 +138,15 @@ class Runner:
         self._leave()
         self._began, self._part, self._target = time.monotonic(), part, target_of(part.spec)
 
-    def _leave(self) -> None:
+    def _leave(self, others: Part | None = None) -> None:
         """Forget the job in hand, and what it wrote."""
         if self._shard is not None:
             self._shard.abort()
-        if self._part is not None and self._target is not None and self._part.rank == 0:
+        part = others or self._part
+        if part is not None and part.rank == 0:
             try:
-                self._target.discard()
-            except OSError as e:  # the next attempt sweeps
+                target_of(part.spec).discard()
+            except OSError as e:  # a later save sweeps
                 print(f"an unfinished checkpoint stays behind: {e}", file=sys.stderr)
         self._shard = self._part = self._target = None
 
@@ -200,13 +204,10 @@ class Runner:
         write_small(target, part_name(part.rank), shard.lines)
         self._shard = None
         entry = FileEntry(shard_name(part.rank), part.size, None, name)
-        fields = {"shard": asdict(entry), "sidecar": asdict(describe(name, bytes(shard.checksums)))}
+        fields: dict[str, Any] = {"shard": asdict(entry), "sidecar": asdict(describe(name, bytes(shard.checksums)))}
         seconds = round(time.monotonic() - self._began, 3)
-        self._answer(
-            Answer(
-                part.job, PART, fields | {"part": zlib.crc32(shard.lines), "seconds": seconds, "notes": target.notes}
-            )
-        )
+        fields |= {"part": zlib.crc32(shard.lines), "seconds": seconds, "notes": target.notes}
+        self._answer(Answer(part.job, PART, fields))
 
     def _publish(self, request: dict[str, Any]) -> None:
         """Index, manifest, and the call that makes it a checkpoint; then what retention removes."""

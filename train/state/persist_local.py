@@ -36,10 +36,11 @@ class LocalPersister:
     def publish(self, job: int, request: dict[str, Any]) -> None:
         self._runner.publish(job, request)
 
-    def abandon(self, job: int) -> None:
+    def abandon(self, job: int, others: Part | None = None) -> None:
+        """As the protocol says. `others`: the job is that of another persister, which is no more."""
         # The memory is free at once: what the thread still writes of it becomes no checkpoint.
         self._abandoned = max(self._abandoned, job)
-        self._runner.abandon(job)
+        self._runner.abandon(job, others)
 
     def poll(self) -> list[Answer]:
         return self._taken(None)

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ...launcher.run.wire import Channel, Closed
-from .persist import FAILED, PART, PUBLISHED, Answer, Part, Persister, Wave
+from .persist import FAILED, PART, PUBLISHED, Answer, Part, Wave
+from .persist_local import LocalPersister
 
 LOST = "the node's writer process was lost"
 _SEND_LIMIT = 10.0  # seconds that a message may take to a writer that does not read
@@ -22,10 +23,10 @@ _SEND_LIMIT = 10.0  # seconds that a message may take to a writer that does not 
 class RemotePersister:
     """`local` makes what is used after the loss, of which `lost` is told once."""
 
-    def __init__(self, channel: Channel, local: Callable[[], Persister], lost: Callable[[str], None]) -> None:
+    def __init__(self, channel: Channel, local: Callable[[], LocalPersister], lost: Callable[[str], None]) -> None:
         channel.sock.settimeout(_SEND_LIMIT)
         self._channel, self._make_local, self._tell = channel, local, lost
-        self._local: Persister | None = None
+        self._local: LocalPersister | None = None
         self._part: Part | None = None  # of the newest job that the writer was given, until it is abandoned
         self._is_waiting = False  # for an answer to it
         self._abandoned = 0
@@ -58,9 +59,7 @@ class RemotePersister:
         if self._local is None:
             self._send({"kind": "abandon", "job": job})
         if self._local is not None:
-            if self._part is not None:
-                self._local.begin(self._part)  # so that it clears away what the writer has left
-            self._local.abandon(job)
+            self._local.abandon(job, self._part)
         self._part, self._is_waiting = None, False
 
     def poll(self) -> list[Answer]:

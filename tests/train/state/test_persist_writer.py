@@ -142,7 +142,9 @@ def names(run: RunDir) -> list[str]:
     return sorted(p.name for p in run.checkpoints.glob("*"))
 
 
-def test_one_writer_serves_the_ranks_of_a_node_out_of_the_workers_way(zygote: Zygote, writer: Writer, pair: Pair) -> None:
+def test_one_writer_serves_the_ranks_of_a_node_out_of_the_workers_way(
+    zygote: Zygote, writer: Writer, pair: Pair
+) -> None:
     save(writer, pair, job=1, step=10)
     save(writer, pair, job=2, step=20)
     assert names(writer.run) == ["step-00000010-a0001", "step-00000020-a0001"]
