@@ -72,8 +72,11 @@ class _Prefixed:
         return getattr(self._stream, name)
 
 
-def main(spec: dict[str, Any], channel: Channel, segment_fd: int) -> int:
-    """Entry of a forked worker; returns its exit code. `spec`: `spec` of `fork` in docs/architecture.md, "Messages"."""
+def main(spec: dict[str, Any], channel: Channel, segment_fd: int, *state: int) -> int:
+    """Entry of a forked worker; returns its exit code. `spec`: `spec` of `fork` in docs/architecture.md, "Messages".
+
+    `state`: nothing, or the two state segments and, if the node has a writer, the socket to it.
+    """
     assert sys.__stdout__ is not None and sys.__stderr__ is not None  # noqa: PT018
     faulthandler.enable(file=sys.__stderr__)
     run = RunDir(Path(spec["run"]))

@@ -129,14 +129,16 @@ def test_workers_are_forked_with_their_variables_and_cpus(
     attempt.events("n1").parent.mkdir(parents=True)
     attempt.log("n1").parent.mkdir(parents=True)
     events = EventLog(attempt.events("n1"), "n1", 1)
-    node = Node(RunDir(tmp_path / "run"), attempt, {"fabric": SETTINGS}, lambda _: None, events)
+    config = {"fabric": SETTINGS, "task": {"cmd": []}}
+    node = Node(RunDir(tmp_path / "run"), attempt, config, lambda _: None, events)
     node._fabric.root = machine("dual-rail-dead-port")
     ours, theirs = socket.socketpair()
     node._to_zygote, zygote = Channel(ours), Channel(theirs)
     place = {"generation": 1, "first_rank": 4, "procs_per_node": 2, "world_size": 6}
     node.form(place | {"store_host": "h", "store_port": 1, "address": "127.0.0.1"})
-    forks = [zygote.next(), zygote.next()]
+    writer, *forks = (zygote.next() for _ in range(3))
     assert [f["spec"]["cpus"] for f in forks] == [list(range(8)), list(range(8, 16))]
+    assert (writer["what"], writer["spec"]["cpus"]) == ("writer", list(range(16, 32)))
     assert [f["env"]["NCCL_IB_HCA"] for f in forks] == ["=mlx5_0:1"] * 2
     assert [f["env"]["GLOO_SOCKET_IFNAME"] for f in forks] == ["lo"] * 2
     assert "mlx5_1:1 is down" in attempt.log("n1").read_text()
