@@ -22,7 +22,7 @@ from .hf.weights import WeightSource, open_hf
 from .state.agreement import Status, errors, exchange, summary
 from .state.entry import Entry
 
-_HF, _MODEL, _MASTER = "hf:", "model/", "optim/master/"
+HF, _MODEL, _MASTER = "hf:", "model/", "optim/master/"
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def load_initial(chosen: str, model: ModelConfig, grid: Grid, entries: Sequence[
 
 def _open(chosen: str) -> tuple[WeightSource, ModelConfig | None]:
     """The weights, and the model that they are of, as far as it is known."""
-    if chosen.startswith(_HF):
-        weights = open_hf(Path(chosen.removeprefix(_HF)))
+    if chosen.startswith(HF):
+        weights = open_hf(Path(chosen.removeprefix(HF)))
         return weights, weights.described.model
     from .checkpoint.source import open_weights
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -135,10 +134,6 @@ def _json_of(path: Path) -> Any:
         raise ValueError(f"{path}: not JSON ({e})") from None
 
 
-# Fills `into` with the bytes of a file from `at` on: (at, into).
-ReadBytes = Callable[[int, memoryview], None]
-
-
 class Reader:
     """Reads regions of the tensors in files, one file open at a time."""
 
@@ -148,10 +143,25 @@ class Reader:
     def fill(self, stored: Stored, region: Box, out: Tensor) -> None:
         """Copy `region` of the tensor into `out` (of the region's shape; any dtype, device and stride).
 
+        Whole rows (dim 0) are read, as many at a time as fit into a fixed amount of memory.
+
         Raises:
             ValueError: the file ends too early, or the disk fails; names it.
         """
-        fill(lambda at, into: self._read(stored.file, at, into), stored.at, stored.dtype, stored.shape, region, out)
+        if region.numel == 0:
+            return
+        shape = stored.shape
+        if not shape:  # a scalar is one row
+            shape, region, out = (1,), Box((0,), (1,)), out.view(1)
+        row = prod(shape[1:]) * stored.dtype.itemsize
+        step = max(1, min(region.shape[0], _CHUNK // row))
+        staging = bytearray(step * row)
+        taken = (slice(None), *region.slices_in(Box.whole(shape))[1:])
+        for done in range(0, region.shape[0], step):
+            count = min(step, region.shape[0] - done)
+            self._read(stored.file, stored.at + (region.start[0] + done) * row, memoryview(staging)[: count * row])
+            raw = torch.frombuffer(staging, dtype=torch.uint8, count=count * row)
+            out[done : done + count].copy_(raw.view(stored.dtype).view(count, *shape[1:])[taken])
 
     def _read(self, file: Path, at: int, into: memoryview) -> None:
         try:
@@ -174,23 +184,3 @@ class Reader:
         if self._open is not None:
             os.close(self._open[1])
             self._open = None
-
-
-def fill(read: ReadBytes, at: int, dtype: torch.dtype, shape: tuple[int, ...], region: Box, out: Tensor) -> None:
-    """Copy a region of a row-major tensor of `shape` and `dtype` that begins at byte `at` into `out`.
-
-    Whole rows (dim 0) are read, as many at a time as fit into a fixed amount of memory.
-    """
-    if region.numel == 0:
-        return
-    if not shape:  # a scalar is one row
-        shape, region, out = (1,), Box((0,), (1,)), out.view(1)
-    row = prod(shape[1:]) * dtype.itemsize
-    step = max(1, min(region.shape[0], _CHUNK // row))
-    staging = bytearray(step * row)
-    taken = (slice(None), *region.slices_in(Box.whole(shape))[1:])
-    for done in range(0, region.shape[0], step):
-        count = min(step, region.shape[0] - done)
-        read(at + (region.start[0] + done) * row, memoryview(staging)[: count * row])
-        rows = torch.frombuffer(staging, dtype=torch.uint8, count=count * row).view(dtype).view(count, *shape[1:])
-        out[done : done + count].copy_(rows[taken])

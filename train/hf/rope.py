@@ -100,7 +100,7 @@ def _read(fields: Fields, parameters: dict[str, Any], name: str, theta: float) -
         return {"rope_theta": theta}
     found: Settings = {"rope_theta": theta, "rope_scaling": _KINDS[kind], "rope_factor": inner.value("factor", float)}
     if kind != "linear":
-        length = fields.get("max_position_embeddings")
+        length = fields.raw.get("max_position_embeddings")  # not owned: it may stay as it is when others change
         found["rope_original_length"] = inner.value("original_max_position_embeddings", int, length)
     if kind == "llama3":
         found["rope_low_freq_factor"] = inner.value("low_freq_factor", float)
