@@ -95,10 +95,10 @@ def process_of(lab: Any, run: Trial, rank: int) -> int:
     return int(found.pid)
 
 
-def first_step(run: Trial) -> int:
-    """At which the newest processes began, by their own words."""
-    texts = [log.read_text() for log in sorted(run.dir.all_attempts()[-1].path.glob("logs/*.log"))]
-    return int(re.findall(r"^\[0\] starting at step (\d+)$", "".join(texts), re.MULTILINE)[-1])
+def first_steps(run: Trial, attempt: int) -> list[int]:
+    """At which rank 0 began in that attempt, by its own words: once for each start of the processes."""
+    texts = [log.read_text() for log in sorted(run.dir.attempt(attempt).path.glob("logs/*.log"))]
+    return [int(step) for step in re.findall(r"^\[0\] starting at step (\d+)$", "".join(texts), re.MULTILINE)]
 
 
 def test_preemption_with_grace_loses_no_step(lab: Any, launch: Any, same: Any) -> None:
@@ -110,7 +110,8 @@ def test_preemption_with_grace_loses_no_step(lab: Any, launch: Any, same: Any) -
     assert first.cause is Cause.PREEMPTED, run.story()
     (metrics,) = [path for _, path in run.dir.attempt(1).all_metrics()]
     last = [json.loads(line) for line in metrics.read_text().splitlines()][-1]
-    assert first_step(run) == last["step"]
+    # The first start after it: on a busy machine Slurm may take a node for dead later, and there is one more.
+    assert first_steps(run, 2)[0] == last["step"], run.story()
 
 
 def test_power_cut_of_a_node_goes_on_from_the_last_checkpoint(lab: Any, launch: Any, same: Any) -> None:
@@ -119,7 +120,7 @@ def test_power_cut_of_a_node_goes_on_from_the_last_checkpoint(lab: Any, launch: 
     victim = run.nodes()[0]  # rank 0's, and the batch host
     lab.cluster.crash(victim)
     same(run)
-    assert first_step(run) in range(10, STEPS, 10)
+    assert first_steps(run, 2)[0] in range(10, STEPS, 10), run.story()
     assert victim not in run.nodes()
     lab.cluster.restart_node(victim)
 
