@@ -1,27 +1,27 @@
 """Each family of published models against transformers: logits, loss and every gradient of a small random one.
 
-The names of transformers' parameters are kept here; `view` gives the part of one that is a parameter of ours.
+Weights go there by an export and gradients come back by the reader of imports, so those are under test too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from hf_models import build, exported, relative, whole_weights
 from stoker.conf.schema import Activation, Balance, ModelConfig, Norm, NormOrder, Positions, QkNorm, RopeScaling
 from stoker.kernels import select
 from stoker.train.compile import compile_blocks
 from stoker.train.data.dataset import Batch
-from stoker.train.grid import single
-from stoker.train.init import initialize
-from stoker.train.model import Decoder, whole_model
+from stoker.train.hf.config import differences, read_config
+from stoker.train.model import whole_model
 from stoker.train.params import decoder_table
-from torch import Tensor
 
 VOCABULARY, ROWS, LENGTH = 61, 2, 24
 
@@ -47,91 +47,6 @@ COMMON = {
     "pad_token_id": None,  # else its embedding has no gradient
     "attn_implementation": "eager",
 }
-NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "attention.norm": "input_layernorm.weight",
-    "attention.wq": "self_attn.q_proj.weight",
-    "attention.wk": "self_attn.k_proj.weight",
-    "attention.wv": "self_attn.v_proj.weight",
-    "attention.wq_bias": "self_attn.q_proj.bias",
-    "attention.wk_bias": "self_attn.k_proj.bias",
-    "attention.wv_bias": "self_attn.v_proj.bias",
-    "attention.q_norm": "self_attn.q_norm.weight",
-    "attention.k_norm": "self_attn.k_norm.weight",
-    "attention.wo": "self_attn.o_proj.weight",
-    "ffn.norm": "post_attention_layernorm.weight",
-    "ffn.gate": "mlp.gate_proj.weight",
-    "ffn.up": "mlp.up_proj.weight",
-    "ffn.down": "mlp.down_proj.weight",
-}
-POST_NORMS = {
-    "attention.post_norm": "post_attention_layernorm.weight",
-    "ffn.norm": "pre_feedforward_layernorm.weight",
-    "ffn.post_norm": "post_feedforward_layernorm.weight",
-}
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """("3", "attention.wq") of blocks.3.attention.wq; ("", name) of what is no block's."""
-    if not name.startswith("blocks."):
-        return "", name
-    _, layer, rest = name.split(".", 2)
-    return layer, rest
-
-
-def view_llama(name: str, theirs: Mapping[str, Tensor], **names: str) -> Tensor:
-    layer, rest = split_name(name)
-    found = {**NAMES, **names}[rest]
-    return theirs[f"model.layers.{layer}.{found}" if layer else found]
-
-
-def view_post_norm(name: str, theirs: Mapping[str, Tensor]) -> Tensor:
-    return view_llama(name, theirs, **POST_NORMS)
-
-
-def view_experts(name: str, theirs: Mapping[str, Tensor]) -> Tensor:
-    """Gate and up projections of all experts are one tensor."""
-    layer, rest = split_name(name)
-    experts = f"model.layers.{layer}.mlp.experts"
-    if rest == "ffn.router":
-        return theirs[f"model.layers.{layer}.mlp.gate.weight"]
-    if rest == "ffn.experts.down":
-        return theirs[f"{experts}.down_proj"]
-    if rest.startswith("ffn.experts."):
-        return theirs[f"{experts}.gate_up_proj"].chunk(2, 1)[rest == "ffn.experts.up"]
-    return view_llama(name, theirs)
-
-
-GPT2_NAMES = {
-    "embedding": "wte.weight",
-    "positions": "wpe.weight",
-    "norm": "ln_f.weight",
-    "norm_bias": "ln_f.bias",
-    "attention.norm": "ln_1.weight",
-    "attention.norm_bias": "ln_1.bias",
-    "attention.wo": "attn.c_proj.weight",
-    "attention.wo_bias": "attn.c_proj.bias",
-    "ffn.norm": "ln_2.weight",
-    "ffn.norm_bias": "ln_2.bias",
-    "ffn.up": "mlp.c_fc.weight",
-    "ffn.up_bias": "mlp.c_fc.bias",
-    "ffn.down": "mlp.c_proj.weight",
-    "ffn.down_bias": "mlp.c_proj.bias",
-}
-
-
-def view_gpt2(name: str, theirs: Mapping[str, Tensor]) -> Tensor:
-    """Its matrices are [in, out], and those to queries, keys and values one."""
-    layer, rest = split_name(name)
-    prefix = f"transformer.h.{layer}." if layer else "transformer."
-    if rest.startswith(("attention.wq", "attention.wk", "attention.wv")):
-        kind = "bias" if rest.endswith("_bias") else "weight"
-        tensor = theirs[f"{prefix}attn.c_attn.{kind}"].chunk(3, -1)["qkv".index(rest.removesuffix("_bias")[-1])]
-    else:
-        tensor = theirs[prefix + GPT2_NAMES[rest]]
-    return tensor.t() if tensor.dim() == 2 and layer else tensor
 
 
 @dataclass(frozen=True)
@@ -140,7 +55,6 @@ class Family:
 
     ours: ModelConfig
     theirs: Callable[[], Any]
-    view: Callable[[str, Mapping[str, Tensor]], Tensor] = view_llama
     matters: dict[str, Any] = field(default_factory=dict)
 
 
@@ -285,12 +199,10 @@ FAMILIES = {
     "olmo2": Family(
         replace(BASE, head_dim=None, norm_order=NormOrder.post, qk_norm=QkNorm.full, rope_theta=5e5),
         olmo2,
-        view_post_norm,
     ),
     "gemma2": Family(
         replace(GEMMA, global_every=2, attention_scale=0.2, attention_softcap=2.0, logit_softcap=3.0),
         gemma2,
-        view_post_norm,
         matters={
             "global_every": 0,
             "attention_scale": None,
@@ -313,14 +225,12 @@ FAMILIES = {
             rope_factor=8.0,
         ),
         gemma3,
-        view_post_norm,
         matters={"rope_theta_local": None, "rope_factor": 1.0, "global_every": 2},
     ),
     # Balance terms are off: they are defined otherwise.
     "mixtral": Family(
         replace(BASE, num_experts=6, experts_per_token=2, balance=Balance.none),
         mixtral,
-        view_experts,
         matters={"experts_per_token": 3, "router_normalize": False},
     ),
     "qwen3-moe": Family(
@@ -334,7 +244,6 @@ FAMILIES = {
             balance=Balance.none,
         ),
         qwen3_moe,
-        view_experts,
         matters={"router_normalize": True},
     ),
     "gpt2": Family(
@@ -352,22 +261,9 @@ FAMILIES = {
             tied_embeddings=True,
         ),
         gpt2,
-        view_gpt2,
         matters={"norm_eps": 1e-2},
     ),
 }
-
-
-def build(config: ModelConfig) -> Decoder:
-    """With norms and biases away from their initial values, so that a missing or swapped one shows."""
-    model, table = whole_model(config, select()), decoder_table(config)
-    initialize(model, table, single(), seed=3)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for facts in table.owned():
-            if facts.init_std == 0.0:
-                table.local(model, facts.name).add_(torch.empty(facts.shape).uniform_(-0.4, 0.4))
-    return model
 
 
 def make_batch() -> Batch:
@@ -377,18 +273,14 @@ def make_batch() -> Batch:
     return Batch(tokens, targets, torch.arange(LENGTH).repeat(ROWS, 1), None, torch.arange(ROWS))
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm() / expected.norm()).detach())
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_what_transformers_makes_of_it(name: str) -> None:
+def test_a_family_is_what_transformers_makes_of_it(name: str, tmp_path: Path) -> None:
     family, batch = FAMILIES[name], make_batch()
-    model, table, theirs = build(family.ours), decoder_table(family.ours), family.theirs().eval()
+    model, table = build(family.ours), decoder_table(family.ours)
+    family.theirs().save_pretrained(tmp_path / "described")
+    assert differences(family.ours, read_config(tmp_path / "described").model) == {}
+    theirs = exported(model, family.ours, tmp_path / "exported")
     parameters = dict(theirs.named_parameters())
-    with torch.no_grad():
-        for facts in table.owned():
-            family.view(facts.name, parameters).copy_(table.local(model, facts.name))
     assert table.numel == sum(p.numel() for p in parameters.values())
     logits = theirs(batch.tokens).logits
     found = model.logits(batch).detach()
@@ -397,17 +289,26 @@ def test_a_family_is_what_transformers_makes_of_it(name: str) -> None:
     assert float(sums.loss) == pytest.approx(float(loss.detach()), rel=1e-6)
     sums.objective.backward()
     loss.backward()
-    gradients = {name: p.grad for name, p in parameters.items()}
     # Not by its own norm alone: a bias of the keys has no influence without rotation, and its gradient is noise.
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    norm = torch.stack([p.grad.norm() for p in parameters.values()]).norm()
+    expected = whole_weights(gradients_as_weights(theirs, tmp_path / "gradients"))
     for facts in table.owned():
-        expected = family.view(facts.name, gradients)
-        error = (table.local(model, facts.name).grad - expected).norm() / torch.maximum(expected.norm(), norm / 1000)
+        gradient = expected[facts.name]
+        error = (table.local(model, facts.name).grad - gradient).norm() / torch.maximum(gradient.norm(), norm / 1000)
         assert float(error) < 1e-5, facts.name
     for changed, value in family.matters.items():
         other = whole_model(replace(family.ours, **{changed: value}), select())
         other.load_state_dict(model.state_dict())
         assert relative(other.logits(batch).detach(), found) > 1e-3, changed
+
+
+def gradients_as_weights(theirs: Any, directory: Path) -> Path:
+    """A directory whose weights are the gradients."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(directory)
+    return directory
 
 
 @pytest.mark.full
