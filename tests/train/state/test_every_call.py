@@ -177,3 +177,53 @@ def test_short_writes_are_gone_on_with(crew: Crew, older: Path, tmp_path: Path) 
     assert len([c for c in tap.calls if c.is_write]) > 30
     for name in saves.run.all_checkpoints():
         verify(saves.run.checkpoint(name))
+
+
+def take_over(run: RunDir, step: int) -> dict[str, int]:
+    """Attempt 2 restores and saves `step`; its files and when they were last changed."""
+    job = make_job(run, 2)
+    checkpointer = job.checkpointer(keep=2)
+    restored = checkpointer.restore(small(0))
+    assert restored is not None
+    assert restored.name.step in (15, 20)
+    checkpointer.save(step, small(step), {})
+    checkpointer.prune()
+    return times(run, CheckpointName(step, 2))
+
+
+def times(run: RunDir, name: CheckpointName) -> dict[str, int]:
+    verify(run.checkpoint(name))
+    return {p.name: p.stat().st_mtime_ns for p in run.checkpoint(name).iterdir()}
+
+
+@both_ranks
+@pytest.mark.parametrize("every", [pytest.param(11, id="sample"), EVERY[1]])
+@pytest.mark.parametrize("step", [20, 30, None], ids=["the-same-step", "another-step", "begun"])
+def test_a_writer_frozen_at_any_call_and_thawed_under_a_later_attempt_harms_nothing(
+    saves: Saves, every: int, step: int | None
+) -> None:
+    """`step`: what attempt 2 saves meanwhile; None: it has only begun."""
+    calls = saves.calls()
+    for at in range(0, len(calls), every):
+        tap, ranks = saves.start(at, "freeze")
+        with tap:
+            ranks[saves.rank].wait_frozen()
+            claim(saves.run)
+            theirs = None if step is None else take_over(saves.run, step)
+            ranks[saves.rank].thaw()
+            assert [rank.result().raised for rank in ranks] == ["SupersededError"] * 2, calls[at]
+        names = saves.run.all_checkpoints()
+        for name in names:
+            verify(saves.run.checkpoint(name))
+        if step is not None:
+            assert names[0] == CheckpointName(step, 2), calls[at]
+            assert times(saves.run, names[0]) == theirs, calls[at]
+        else:
+            assert names[0].step in (15, 20), calls[at]
+        claim(saves.run)
+        restored = make_job(saves.run, 3).checkpointer().restore(entries := small(0))
+        assert restored is not None
+        assert digests(entries) == digests(small(restored.name.step))
+        assert restored.name == names[0]
+        assert [p.name for p in saves.run.checkpoints.iterdir() if p.name.startswith(".")] == []
+        saves.clean_up()
