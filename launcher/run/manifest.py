@@ -136,7 +136,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     files = tuple(FileEntry(**f) for f in raw.pop("files"))
     for f in files:
         # A name leads nowhere but into the directory.
-        is_inside = f.name and Path(f.name).name == f.name and not f.name.startswith(".")
+        is_inside = f.name and "/" not in f.name and not f.name.startswith(".")
         if not is_inside or (f.crc32 is None) == (f.blocks is None):
             raise ValueError(f"bad file entry {f}")
     manifest = Manifest(files=files, **raw)

@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .layout import CheckpointName
 from .manifest import InvalidCheckpointError, Manifest, check_sizes, read_manifest
 
-Look = Callable[[CheckpointName], Manifest | None]  # the manifest of one that is valid at a look; None: it is not
+
+class Stateful(Protocol):
+    """A manifest, or what is left of one."""
+
+    @property
+    def state(self) -> Mapping[str, Any]: ...
+
+
+Look = Callable[[CheckpointName], "Stateful | None"]  # the manifest of one that is valid at a look; None: it is not
 LATER, NEWEST, EVERY, BEST, PROVEN = "later attempt", "newest", "every", "best", "proven"
 
 
@@ -59,10 +67,11 @@ class Retention:
 
     def reasons(self, names: Iterable[CheckpointName], look: Look) -> dict[CheckpointName, tuple[str, ...]]:
         """Why each one stays, newest first: LATER, NEWEST, EVERY, BEST, PROVEN. With no reason, it goes."""
-        why: dict[CheckpointName, list[str]] = {name: [] for name in sorted(names, reverse=True)}
-        looked: dict[CheckpointName, Manifest | None] = {}
+        ordered = sorted(names, key=lambda n: (n.step, n.attempt), reverse=True)
+        why: dict[CheckpointName, list[str]] = {name: [] for name in ordered}
+        looked: dict[CheckpointName, Stateful | None] = {}
 
-        def valid(name: CheckpointName) -> Manifest | None:
+        def valid(name: CheckpointName) -> Stateful | None:
             if name not in looked:
                 looked[name] = None if name in self.rejected else look(name)
             return looked[name]
@@ -133,7 +142,7 @@ def look_at(directory: Path) -> Manifest | None:
     return manifest
 
 
-def validation_of(manifest: Manifest) -> Validation | None:
+def validation_of(manifest: Stateful) -> Validation | None:
     """What `state["validation"]` says; None where there was none, or none with a finite loss."""
     found = manifest.state.get("validation")
     if not isinstance(found, Mapping):

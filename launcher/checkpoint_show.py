@@ -1,0 +1,183 @@
+"""`stoker checkpoint show RUN|CHECKPOINT`: what one checkpoint is: layout, progress, settings, tensors.
+
+Owns: reading manifest and index, and the layout of the text. Tensors' values are not read. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from .checkpoint_look import is_elsewhere
+from .checkpoint_ls import amount
+from .errors import environment_error
+from .find import find_run
+from .run.chosen import NOTATION, find_checkpoint
+from .run.manifest import INDEX, InvalidCheckpointError, Manifest, check_sizes, read_manifest
+from .run.outcome import EXIT_FAILED, EXIT_FINISHED
+from .run.retention import validation_of
+from .run.verification import nbytes_of, verified_at
+from .status import duration
+
+EPILOG = """examples:
+  stoker checkpoint show runs/llama-261130-104733-x7q2                     (its newest valid one)
+  stoker checkpoint show llama-261130-104733-x7q2:1000 --tensors
+  stoker checkpoint show runs/llama-.../checkpoints/step-00001000-a0001 --tensors 'model/*norm*' --json"""
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(
+        "stoker checkpoint show",
+        description="Show what a checkpoint is.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("what", metavar="RUN|CHECKPOINT", help=NOTATION)
+    p.add_argument("--tensors", nargs="?", const="*", metavar="GLOB", help="list the tensors (of these names)")
+    p.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    arguments = p.parse_args(argv)
+    directory = find_checkpoint(arguments.what, find_run)
+    try:
+        manifest = read_manifest(directory)
+    except InvalidCheckpointError as e:
+        raise environment_error(str(e)) from e
+    problem = problem_of(directory, manifest)
+    tensors = list(index_lines(directory))
+    chosen = [t for t in tensors if arguments.tensors is None or fnmatchcase(t["name"], arguments.tensors)]
+    if arguments.json:
+        listed = chosen if arguments.tensors is not None else None
+        print(json.dumps(_as_json(directory, manifest, problem, tensors, listed), allow_nan=False))
+    else:
+        print("\n".join(_text(directory, manifest, problem, tensors)))
+        if arguments.tensors is not None:
+            print("\n".join(["", *_table(chosen)]))
+    return EXIT_FINISHED if problem is None else EXIT_FAILED
+
+
+def problem_of(directory: Path, manifest: Manifest) -> str | None:
+    """What is wrong with sizes and small files; None if nothing is."""
+    if is_elsewhere(manifest):
+        return None
+    try:
+        check_sizes(directory, manifest)
+    except InvalidCheckpointError as e:
+        return str(e)
+    return None
+
+
+def index_lines(directory: Path) -> Iterator[dict[str, Any]]:
+    """The lines of an index that lies in `directory`; none if it is not there, or as far as it can be read."""
+    try:
+        with open(directory / INDEX, "rb") as f:
+            for line in f:
+                yield json.loads(line)
+    except (OSError, ValueError):
+        return
+
+
+def _text(directory: Path, manifest: Manifest, problem: str | None, tensors: Sequence[Mapping[str, Any]]) -> list[str]:
+    state, loss, verified = manifest.state, validation_of(manifest), verified_at(directory, manifest)
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+    written += f", {duration(time.time() - manifest.time)} ago"
+    health = "valid at a look" if problem is None else f"DAMAGED: {problem}"
+    if problem is None and verified is not None:
+        health = f"verified {duration(time.time() - verified)} ago"
+    shards = [f for f in manifest.files if f.blocks is not None]
+    size = sum(f.size for f in manifest.files)
+    rows = [
+        ("checkpoint", str(manifest.name) if manifest.attempt else f"made by a tool, of step {manifest.step}"),
+        ("directory", str(directory)),
+        *([("bytes", f"in {getattr(manifest, 'location', None)}")] if is_elsewhere(manifest) else []),
+        ("run", manifest.run or "-"),
+        ("state", health),
+        ("written", written),
+        ("size", f"{amount(size)} in {len(shards)} shards, largest {amount(max((f.size for f in shards), default=0))}"),
+        ("layout", ", ".join(f"{axis} {count}" for axis, count in manifest.layout.items()) or "-"),
+        ("progress", ", ".join(f"{key} {value}" for key, value in progress_of(state).items()) or "-"),
+        ("validation", "-" if loss is None else f"loss {loss.loss:.4f} at step {loss.step}"),
+    ]
+    for kind, (count, numel, nbytes) in kinds_of(tensors).items():
+        rows.append((kind, f"{count} tensors, {numel:,} values, {amount(nbytes)}"))
+    lines = [f"{name:<12}{value}" for name, value in rows]
+    settings = settings_in(state)
+    if settings:
+        lines += ["", "settings", *(f"  {key} = {json.dumps(value)}" for key, value in settings.items())]
+    return lines
+
+
+def progress_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's numbers: what stands in the state by itself."""
+    return {k: v for k, v in state.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def settings_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """By dotted name; of a weights-only checkpoint those of the model."""
+    if isinstance(state.get("settings"), Mapping):
+        return dict(state["settings"])
+    model = state.get("model")
+    return {f"model.{key}": value for key, value in model.items()} if isinstance(model, Mapping) else {}
+
+
+def kinds_of(tensors: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int, int]]:
+    """(tensors, values, bytes) of each kind: `model`, `optim/exp_avg`, ..."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for t in tensors:
+        parts = t["name"].split("/")
+        kind = "/".join(parts[: 2 if parts[0] == "optim" and len(parts) > 2 else 1])
+        count, numel, nbytes = found.get(kind, (0, 0, 0))
+        found[kind] = (count + 1, numel + _numel(t), nbytes + nbytes_of(dict(t)))
+    return found
+
+
+def _numel(t: Mapping[str, Any]) -> int:
+    n = 1
+    for size in t["shape"]:
+        n *= size
+    return n
+
+
+def _table(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not tensors:
+        return ["no tensor of such a name"]
+    rows = [("TENSOR", "DTYPE", "SHAPE", "SIZE", "SLICES")]
+    for t in tensors:
+        shape = "x".join(map(str, t["shape"])) or "scalar"
+        rows.append((t["name"], t["dtype"], shape, amount(nbytes_of(dict(t))), str(len(t["slices"]))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _as_json(
+    directory: Path,
+    manifest: Manifest,
+    problem: str | None,
+    tensors: Sequence[Mapping[str, Any]],
+    listed: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    kinds = kinds_of(tensors)
+    plain: dict[str, Any] = {
+        "name": str(manifest.name),
+        "directory": str(directory),
+        "run": manifest.run,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "generation": manifest.generation,
+        "time": manifest.time,
+        "verified": verified_at(directory, manifest),
+        "problem": problem,
+        "layout": manifest.layout,
+        "state": manifest.state,
+        "files": [{"name": f.name, "bytes": f.size} for f in manifest.files],
+        "kinds": {kind: {"tensors": c, "values": n, "bytes": b} for kind, (c, n, b) in kinds.items()},
+    }
+    if listed is not None:
+        plain["tensors"] = [
+            {key: t[key] for key in ("name", "dtype", "shape")} | {"bytes": nbytes_of(dict(t)), "slices": t["slices"]}
+            for t in listed
+        ]
+    return plain
