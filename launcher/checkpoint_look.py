@@ -90,7 +90,7 @@ def look_into(directory: Path, name: CheckpointName) -> Found:
     except InvalidCheckpointError as e:
         return Found(name, directory, Health.DAMAGED, _short(str(e), directory), None, None)
     size = sum([f.size for f in manifest.files])
-    loss, elsewhere = validation_of(manifest), is_elsewhere(manifest)
+    loss, elsewhere = validation_of(manifest), manifest.location is not None
     problem = None if elsewhere else _wrong_size(directory, manifest)
     if problem is not None:
         return Found(name, directory, Health.DAMAGED, problem, manifest.time, size, loss)
@@ -109,11 +109,6 @@ def _wrong_size(directory: Path, manifest: Manifest) -> str | None:
         if size != f.size:
             return f"{f.name}: {size} bytes, expected {f.size}"
     return None
-
-
-def is_elsewhere(manifest: Manifest) -> bool:
-    """Whether only the manifest lies in its directory, and the bytes in an object store."""
-    return getattr(manifest, "location", None) is not None
 
 
 def _unfinished(directory: Path, name: CheckpointName) -> Found:

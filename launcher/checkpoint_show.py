@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_look import is_elsewhere
 from .checkpoint_ls import amount
 from .errors import environment_error
 from .find import find_run
@@ -55,14 +54,13 @@ def main(argv: list[str]) -> int:
     else:
         print("\n".join(_text(directory, manifest, problem, tensors)))
         if arguments.tensors is not None:
-            print("\n".join(["", *_table(chosen)]))
+            table = ["their names lie with the bytes"] if manifest.location else _table(chosen)
+            print("\n".join(["", *table]))
     return EXIT_FINISHED if problem is None else EXIT_FAILED
 
 
 def problem_of(directory: Path, manifest: Manifest) -> str | None:
     """What is wrong with sizes and small files; None if nothing is."""
-    if is_elsewhere(manifest):
-        return None
     try:
         check_sizes(directory, manifest)
     except InvalidCheckpointError as e:
@@ -92,7 +90,7 @@ def _text(directory: Path, manifest: Manifest, problem: str | None, tensors: Seq
     rows = [
         ("checkpoint", str(manifest.name) if manifest.attempt else f"made by a tool, of step {manifest.step}"),
         ("directory", str(directory)),
-        *([("bytes", f"in {getattr(manifest, 'location', None)}")] if is_elsewhere(manifest) else []),
+        *([("bytes", f"in {manifest.location}")] if manifest.location else []),
         ("run", manifest.run or "-"),
         ("state", health),
         ("written", written),
@@ -103,7 +101,7 @@ def _text(directory: Path, manifest: Manifest, problem: str | None, tensors: Seq
     ]
     for kind, (count, numel, nbytes) in kinds_of(tensors).items():
         rows.append((kind, f"{count} tensors, {numel:,} values, {amount(nbytes)}"))
-    lines = [f"{name:<12}{value}" for name, value in rows]
+    lines = [f"{name:<16}{value}" for name, value in rows]
     settings = settings_in(state)
     if settings:
         lines += ["", "settings", *(f"  {key} = {json.dumps(value)}" for key, value in settings.items())]

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import hand_over
-from .checkpoint_look import is_elsewhere
 from .errors import UserError
 from .find import find_run
 from .run.chosen import NOTATION, find_checkpoint, is_checkpoint
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--threads {arguments.threads}: expected at least 1")
     directories = [d for text in arguments.what for d in _meant(text, arguments.all)]
     manifests = [_manifest(d) for d in directories]
-    if any(m is not None and is_elsewhere(m) for m in manifests):
+    if any(m is not None and m.location is not None for m in manifests):
         options = ["--json"] * arguments.json + [f"--threads={arguments.threads}"]
         hand_over("verify", [*options, *map(str, directories)])
     return tell([_verify(d, arguments.threads) for d in directories], arguments.json)

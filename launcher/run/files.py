@@ -42,6 +42,20 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
+GOING = ".tmp-deleting-"  # a directory's name begins so from the moment on at which it is given up
+
+
+def give_up(directory: Path) -> Path | None:
+    """Take a directory away in one call, so that nobody sees half of it: its new name, under which it can be deleted.
+    None if it was not there. Raises OSError: it still is."""
+    going = directory.with_name(f"{GOING}{directory.name.removeprefix('.tmp-')}-{secrets.token_hex(4)}")
+    try:
+        os.rename(directory, going)
+    except FileNotFoundError:
+        return None
+    return going
+
+
 @contextlib.contextmanager
 def _staged(path: Path, data: bytes, mode: int) -> Iterator[Path]:
     tmp = temporary_name(path)

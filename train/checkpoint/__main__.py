@@ -13,7 +13,14 @@ from ...launcher.run.manifest import InvalidCheckpointError
 from ...launcher.run.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 
 # verb -> module of this folder
-VERBS = {"verify": "verify", "diff": "diff", "average": "average", "import": "import_", "export": "export"}
+VERBS = {
+    "verify": "verify",
+    "diff": "diff",
+    "average": "average",
+    "import": "import_",
+    "export": "export",
+    "remove": "remove",
+}
 
 
 def main(argv: list[str] | None = None) -> int:

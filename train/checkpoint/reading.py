@@ -20,7 +20,8 @@ from ..state.entry import DTYPES, Entry
 from ..state.index import Index
 from ..state.loader import load, match
 from ..state.reader import VerifiedReader
-from ..state.source import ByteSource, FileSource
+from ..state.source import ByteSource
+from ..storage.posix import source_at
 
 CHUNK = 64 * 1024 * 1024  # bytes of a tensor that are in memory at once
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -102,7 +103,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
-    source = FileSource(directory)
+    source = source_at(directory)
     try:
         return Checkpoint(directory, manifest, source)
     except BaseException:

@@ -11,14 +11,13 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...launcher.run.files import fsync_dir, naming
+from ...launcher.run.files import GOING, fsync_dir, give_up, naming
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import InvalidCheckpointError, Manifest, check_sizes, read_manifest, verify
 from ..state.source import ByteSource, FileSource
@@ -28,7 +27,6 @@ from .direct import NewFile
 from .filesystem import FileSystem, check_room, file_system
 
 _UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-(g\d{4,}-[0-9a-f]+)")
-GOING = ".tmp-deleting-"
 
 
 class PosixSink(NewFile):
@@ -215,10 +213,8 @@ def remove_directory(directory: Path) -> None:
     Raises:
         OSError: it could not be renamed and is still there.
     """
-    going = directory.with_name(f"{GOING}{directory.name.removeprefix('.tmp-')}-{secrets.token_hex(4)}")
-    try:
-        os.rename(directory, going)
-    except FileNotFoundError:
+    going = give_up(directory)
+    if going is None:
         return
     with contextlib.suppress(OSError):
         _delete(going)
