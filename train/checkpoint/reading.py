@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest, check_sizes, read_manifest
+from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest
 from ..box import Box
 from ..state.entry import DTYPES, Entry
 from ..state.index import Index
 from ..state.loader import load, match
 from ..state.reader import VerifiedReader
 from ..state.source import ByteSource
-from ..storage.posix import source_at
+from ..storage.posix import manifest_at, source_at
 
 CHUNK = 64 * 1024 * 1024  # bytes of a tensor that are in memory at once
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -101,8 +101,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     Raises:
         InvalidCheckpointError: it is none, or damaged at a look.
     """
-    manifest = read_manifest(directory)
-    check_sizes(directory, manifest)
+    manifest = manifest_at(directory)
     source = source_at(directory)
     try:
         return Checkpoint(directory, manifest, source)

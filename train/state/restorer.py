@@ -9,21 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ...launcher.run.layout import CheckpointName
-from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest, check_sizes, read_manifest
+from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest, read_manifest
 from ...launcher.run.outcome import Cause
 from ..context import RunContext
 from ..grid import Grid
+from ..storage.posix import manifest_at, source_at
 from .agreement import SHOWN, Status, errors, exchange, first_rank, summary
 from .entry import Entry
 from .index import Index
 from .loader import Match, load, match
 from .reader import VerifiedReader
-from .source import FileSource
+from .source import ByteSource
 
 
 class NoValidCheckpointError(Exception):
@@ -82,8 +84,7 @@ class Restorer:
         for name in run.all_checkpoints():
             offer = {"name": str(name)}
             try:
-                manifest = read_manifest(run.checkpoint(name))
-                check_sizes(run.checkpoint(name), manifest)
+                manifest = manifest_at(run.checkpoint(name))
                 if manifest.run != self._context.run_id:
                     offer["error"] = f"{run.checkpoint(name)}: belongs to run {manifest.run}"
             except InvalidCheckpointError as e:
@@ -92,9 +93,10 @@ class Restorer:
 
     def _try(self, name: CheckpointName, entries: Sequence[Entry], offer: Status) -> Manifest | None:
         """Load one checkpoint on all ranks. If it is unfit, None, and the reason is put into `offer`."""
-        source = FileSource(self._context.run.checkpoint(name))
+        directory = self._context.run.checkpoint(name)
+        source = source_at(directory)
         try:
-            mine = _Load(source, entries)
+            mine = _Load(directory, source, entries)
             statuses = exchange(self._grid, mine.open)
             if not errors(statuses):
                 differences = sorted({d for s in statuses for d in s["differences"]})
@@ -126,11 +128,11 @@ class _Load:
     index: Index
     match: Match
 
-    def __init__(self, source: FileSource, entries: Sequence[Entry]) -> None:
-        self._source, self._entries = source, entries
+    def __init__(self, directory: Path, source: ByteSource, entries: Sequence[Entry]) -> None:
+        self._directory, self._source, self._entries = directory, source, entries
 
     def open(self) -> Status:
-        self.manifest = read_manifest(self._source.directory)
+        self.manifest = read_manifest(self._directory)
         self.reader = VerifiedReader(self._source, self.manifest)
         self.index = Index(self.reader.small(INDEX), self.reader.small(OFFSETS), self._source.where(INDEX))
         self.match = match(self.index, self._entries)

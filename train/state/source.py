@@ -6,6 +6,7 @@ same). Does not own: whether the bytes are those that were written (reader.py), 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -61,6 +62,7 @@ class FileSource:
         self.directory = directory
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._reopened: set[str] = set()
 
     def where(self, file: str) -> str:
         return str(self.directory / file)
@@ -70,7 +72,13 @@ class FileSource:
             opened = self._opened(file)
             rest = list(into)
             while rest:
-                got = os.preadv(opened.fd, rest, at)
+                try:
+                    got = os.preadv(opened.fd, rest, at)
+                except OSError as e:
+                    if e.errno != errno.ESTALE or not self._forget(file, opened):
+                        raise
+                    opened = self._opened(file)  # NFS: the server was started again, or has another file of that name
+                    continue
                 if got == 0 and any(rest):
                     raise InvalidCheckpointError(f"{self.where(file)}: ends at byte {at}, more was expected")
                 at += got
@@ -85,6 +93,16 @@ class FileSource:
             while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
             return opened
+
+    def _forget(self, file: str, stale: _Descriptor) -> bool:
+        """Whether it is worth to open the file again: once, by whichever thread comes first."""
+        with self._lock:
+            if self._open.get(file) is stale:
+                if file in self._reopened:
+                    return False
+                self._reopened.add(file)
+                del self._open[file]
+            return True
 
     def close(self) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ from typing import Any
 from ...launcher.run.files import fsync_dir
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import (
+    BLOCK,
     MANIFEST,
     InvalidCheckpointError,
     Manifest,
@@ -149,10 +150,10 @@ class ObjectTarget:
 
 
 class ObjectSource:
-    """Reads ranges of a checkpoint's objects."""
+    """Reads ranges of a checkpoint's objects, many at a time: a single request brings about 100 MB/s."""
 
-    piece = 16 * MIB  # a request costs a round trip
-    streams = 8  # each of which has a fraction of the network's speed
+    piece = 4 * BLOCK
+    streams = 8
 
     def __init__(self, location: str) -> None:
         self._bucket = Bucket(location)
@@ -161,20 +162,21 @@ class ObjectSource:
         return self._bucket.url(file)
 
     def read(self, file: str, at: int, *into: memoryview) -> None:
-        count = sum(map(len, into))
+        size = sum(len(buffer) for buffer in into)
+        if size == 0:
+            return
         try:
-            data = memoryview(self._bucket.get(file, at, at + count)) if count else memoryview(b"")
+            data = memoryview(self._bucket.get(file, at, at + size))
         except OSError as e:
             raise InvalidCheckpointError(f"{self.where(file)}: {e.strerror}") from e
-        if len(data) < count:
+        if len(data) != size:
             raise InvalidCheckpointError(f"{self.where(file)}: ends at byte {at + len(data)}, more was expected")
-        done = 0
-        for view in into:
-            view[:] = data[done : done + len(view)]
-            done += len(view)
+        for buffer in into:
+            buffer[:] = data[: len(buffer)]
+            data = data[len(buffer) :]
 
     def close(self) -> None:
-        pass
+        """The connection is this process', not the source's."""
 
 
 class ObjectShelf(PosixShelf):

@@ -150,14 +150,7 @@ class PosixShelf:
         return sorted((c for c in found if c), reverse=True)
 
     def manifest(self, name: CheckpointName) -> Manifest:
-        directory = self.folder / str(name)
-        manifest = read_manifest(directory)
-        check_sizes(directory, manifest)
-        if manifest.location is not None:
-            from .objects import check_objects
-
-            check_objects(manifest)
-        return manifest
+        return manifest_at(self.folder / str(name))
 
     def source(self, name: CheckpointName) -> ByteSource:
         return source_at(self.folder / str(name))
@@ -195,6 +188,21 @@ def is_stale(name: str, token: str, now: tuple[int, int, int]) -> bool:
     of = CheckpointName.parse(name)
     generation, _, save = token[1:].partition("-")
     return of is not None and (of.attempt, int(generation), int(save, 16)) < now
+
+
+def manifest_at(directory: Path) -> Manifest:
+    """Manifest and sizes of the checkpoint in `directory`, checked wherever its bytes are; kilobytes are read.
+
+    Raises:
+        InvalidCheckpointError: names the file.
+    """
+    manifest = read_manifest(directory)
+    check_sizes(directory, manifest)
+    if manifest.location is not None:
+        from .objects import check_objects
+
+        check_objects(manifest)
+    return manifest
 
 
 def source_at(directory: Path) -> ByteSource:

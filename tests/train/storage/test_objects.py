@@ -13,7 +13,7 @@ from checkpoint_bytes import SHARD, SIDECAR, begin, fill, put, save
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.manifest import MANIFEST, InvalidCheckpointError, newest_valid, read_manifest, verify
-from stoker.train.state.source import VerifiedReader
+from stoker.train.state.reader import Range, VerifiedReader
 from stoker.train.storage.base import Shelf
 from stoker.train.storage.bucket import Bucket
 from stoker.train.storage.choice import shelf_of
@@ -37,6 +37,12 @@ def files_of(run: RunDir) -> list[str]:
     return sorted(str(p.relative_to(run.checkpoints)) for p in run.checkpoints.rglob("*") if p.is_file())
 
 
+def read(shelf: Shelf, name: CheckpointName, at: int, size: int) -> bytes:
+    into = bytearray(size)
+    VerifiedReader(shelf.source(name), shelf.manifest(name)).read([Range(SHARD, at, size, memoryview(into))])
+    return bytes(into)
+
+
 def test_a_saved_checkpoint_is_read_back_and_found_by_tools_without_a_client(
     run: RunDir, shelf: Shelf, bucket: Bucket
 ) -> None:
@@ -50,9 +56,7 @@ def test_a_saved_checkpoint_is_read_back_and_found_by_tools_without_a_client(
     assert shelf.names() == [TEN]
     manifest = shelf.manifest(TEN)
     assert manifest.location == bucket.url(at)
-    into = bytearray(5 * MIB)
-    VerifiedReader(shelf.source(TEN), manifest).read(SHARD, 3 * MIB, memoryview(into))
-    assert into == shard[3 * MIB : 8 * MIB]
+    assert read(shelf, TEN, 3 * MIB, 5 * MIB) == shard[3 * MIB : 8 * MIB]
     assert verify(run.checkpoint(TEN)) == read_manifest(run.checkpoint(TEN)) == manifest
     assert [name for name, _ in newest_valid(run)] == [TEN]
     assert json.loads(bucket.get(f"{at}{MANIFEST}")) == json.loads((run.checkpoint(TEN) / MANIFEST).read_bytes())
@@ -182,10 +186,9 @@ def test_damage_in_the_store_is_seen_at_the_small_files(shelf: Shelf, bucket: Bu
 
 def test_a_changed_block_is_not_read(shelf: Shelf, bucket: Bucket) -> None:
     save(shelf, 10)
-    manifest = shelf.manifest(TEN)
     bucket.put(f"step-00000010-a0001/g0001-00000001.{SHARD}", b"x" * 999 + b"y")
     with pytest.raises(InvalidCheckpointError, match=r"block 0 .* does not match"):
-        VerifiedReader(shelf.source(TEN), manifest).read(SHARD, 0, memoryview(bytearray(10)))
+        read(shelf, TEN, 0, 10)
 
 
 def test_a_shard_that_is_not_whole_is_not_published(run: RunDir, shelf: Shelf) -> None:
@@ -232,9 +235,7 @@ def test_a_run_that_moved_to_a_store_still_has_its_directories(run: RunDir, shel
     for of in (shelf, back):
         assert [str(n) for n in of.names()] == ["step-00000020-a0001", "step-00000010-a0001"]
         for name, expected in zip(of.names(), (b"b" * 10, b"a" * 10), strict=True):
-            into = bytearray(10)
-            VerifiedReader(of.source(name), of.manifest(name)).read(SHARD, 0, memoryview(into))
-            assert into == expected
+            assert read(of, name, 0, 10) == expected
 
 
 def test_the_client_is_made_after_a_fork(shelf: Shelf) -> None:
