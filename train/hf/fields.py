@@ -185,7 +185,9 @@ class Biases:
     def read(self, fields: Fields) -> Settings:
         attention, mlp = fields.value("attention_bias", bool, False), fields.value("mlp_bias", bool, False)
         if attention is not mlp:
-            raise fields.error("attention_bias", f"here biases come together; expected mlp_bias = {mlp} as well")
+            raise fields.error(
+                "attention_bias", f"with mlp_bias = {mlp}: here all projections of the blocks have biases, or none"
+            )
         return {"qkv_bias": attention, "linear_bias": mlp}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
