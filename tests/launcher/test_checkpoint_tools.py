@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def run(make_run: Make) -> RunDir:
     left = run.checkpoints / ".tmp-step-00000450-a0001-g0001-00000001"
     left.mkdir()
     (left / "shard-00000.safetensors").write_bytes(bytes(1000))
+    os.utime(left, (time.time() - 600,) * 2)
     for _ in range(2):
         attempt = claim(run)
         attempt.start.write_text(json.dumps({"submission": 1, "time": 1.0}))
@@ -76,7 +78,7 @@ def test_ls_shows_state_size_loss_and_why_each_is_kept(run: RunDir, capsys: Any)
         "CHECKPOINT STEP ATTEMPT AGE SIZE STATE VALIDATION KEPT FOR",
         "step-00000500-a0002 500 2 10 min 5.2 MB valid 4.0000 newest, every",
         "step-00000450-a0001 450 1 10 min 5.2 MB valid 3.0000 newest",
-        "step-00000450-a0001 450 1 0 s 1.0 kB unfinished -",
+        "step-00000450-a0001 450 1 10 min 1.0 kB unfinished -",
         "step-00000300-a0001 300 1 ? ? damaged: no manifest.json (the save was not finished) - -",
         f"step-00000200-a0001 200 1 10 min 5.2 MB damaged: shard-00000.safetensors: 99 bytes, expected {SIZE} - -",
         "step-00000150-a0001 150 1 10 min 5.2 MB valid 1.5000 best",

@@ -36,8 +36,12 @@ class Logical:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     @property
     def rows(self) -> int:

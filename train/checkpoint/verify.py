@@ -9,14 +9,15 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from ...launcher.run.manifest import InvalidCheckpointError
+from ...launcher.run.manifest import InvalidCheckpointError, read_manifest
 from ...launcher.run.outcome import EXIT_FAILED, EXIT_FINISHED
 from ...launcher.run.verification import THREADS, told, verify_directory
 from ..state.source import ByteSource
 from ..storage.posix import source_at
-from .progress import byte_bar
+from .bar import Bar
 
 
 def main(argv: list[str]) -> int:
@@ -27,13 +28,26 @@ def main(argv: list[str]) -> int:
     arguments = p.parse_args(argv)
     verdicts = []
     for directory in arguments.directories:
-        with byte_bar(None, directory.name) as bar:
-            verdicts.append(verify_directory(directory, arguments.threads, bar.update, reads_of(source_at(directory))))
+        total = _size_of(directory)
+        with Bar(directory.name) as bar:
+            seen = partial(_advance, bar, total)
+            verdicts.append(verify_directory(directory, arguments.threads, seen, reads_of(source_at(directory))))
         if not arguments.json:
             print("\n".join(told(verdicts[-1])), flush=True)
     if arguments.json:
         print(json.dumps([asdict(v) | {"directory": str(v.directory), "good": v.is_good} for v in verdicts]))
     return EXIT_FINISHED if all(v.is_good for v in verdicts) else EXIT_FAILED
+
+
+def _advance(bar: Bar, total: int, count: int) -> None:
+    bar.advance(count, total)
+
+
+def _size_of(directory: Path) -> int:
+    try:
+        return sum(f.size for f in read_manifest(directory).files)
+    except InvalidCheckpointError:
+        return 0
 
 
 def reads_of(source: ByteSource) -> Callable[[str, int, int], bytes]:
