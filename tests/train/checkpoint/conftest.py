@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,16 @@ from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import RunDir
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "state"))
+
+from state_ranks import Crew
+
+
+@pytest.fixture(scope="session")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    """Processes that save together, as ranks of a trainer do."""
+    c = Crew(tmp_path_factory.mktemp("crew"))
+    yield c
+    c.close()
 
 
 @pytest.fixture
