@@ -162,15 +162,17 @@ def listing(run: RunDir, notes: list[str]) -> str:
 
 
 def _walk(top: Path, unread: Callable[[OSError], None]) -> Iterator[tuple[int, float, str]]:
-    for directory, folders, files in os.walk(top, onerror=unread):
-        folders.sort()
-        for name in sorted(files):
-            path = Path(directory, name)
-            try:
-                found = path.lstat()
-            except OSError:
-                continue
-            yield found.st_size, found.st_mtime, str(path.relative_to(top))
+    links = [path for path in (RunDir(top).checkpoints,) if path.is_symlink()]  # with checkpoint.storage
+    for place in (top, *links):
+        for directory, folders, files in os.walk(place, onerror=unread):
+            folders.sort()
+            for name in sorted(files):
+                path = Path(directory, name)
+                try:
+                    found = path.lstat()
+                except OSError:
+                    continue
+                yield found.st_size, found.st_mtime, str(path.relative_to(top))
 
 
 def versions(commands: Iterable[tuple[str, str]]) -> str:

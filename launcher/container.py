@@ -57,7 +57,8 @@ def entry(config: Mapping[str, Any], run_dir: str, python: str, local: str, appt
 
 
 def derived_mounts(config: Mapping[str, Any], run_dir: str, local: str) -> list[Mount]:
-    """Run directory, node-local directory, and where data and tokenizer lie (behind links too), at the same paths.
+    """Run directory, node-local directories, where checkpoints lie if elsewhere, and where data and tokenizer lie
+    (behind links too), at the same paths.
 
     What lies below another of them needs no mount of its own.
     """
@@ -65,6 +66,8 @@ def derived_mounts(config: Mapping[str, Any], run_dir: str, local: str) -> list[
     files = [f"{source['prefix']}{end}" for source in data["sources"] if source["prefix"] for end in (".bin", ".idx")]
     files += [data["tokenizer"]] if data["tokenizer"] else []
     folders = [os.path.dirname(path) for file in files for path in (file, os.path.realpath(file))]
+    checkpoint = config["checkpoint"]
+    folders += [p for p in (checkpoint.get("storage"), checkpoint.get("local")) if p and p.startswith("/")]
     wanted = sorted({os.path.normpath(path) for path in (run_dir, local, *folders)})
     kept: list[str] = []
     for path in wanted:  # sorted: what is above comes first

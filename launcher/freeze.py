@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import code, stage
+from . import code, stage, storage
 from .environment import recorded
 from .errors import environment_error
 from .run import packages
@@ -74,7 +74,8 @@ def freeze(plan: Plan, environment: Mapping[str, str]) -> RunDir:
         tmp.mkdir()
         try:
             _fill(RunDir(tmp), plan, environment)
-            os.rename(tmp, target)
+            with storage.place(RunDir(tmp), plan.plain["checkpoint"]["storage"], target.name):
+                os.rename(tmp, target)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
             raise
@@ -84,6 +85,7 @@ def freeze(plan: Plan, environment: Mapping[str, str]) -> RunDir:
 
 def discard(run: RunDir, with_root: bool = False) -> None:
     """Take a run directory away again of which no job was made; `with_root`: the folder around it too, if empty."""
+    storage.take_back(run)
     tmp = temporary_name(run.path)
     os.rename(run.path, tmp)  # at once under its name, then file by file
     shutil.rmtree(tmp, ignore_errors=True)
@@ -130,7 +132,7 @@ def _fill(run: RunDir, plan: Plan, environment: Mapping[str, str]) -> None:
     found = packages.installed() if plan.python == sys.executable else None
     write_json(run.env, _surroundings(plan, environment, found))
     write_json(run.run, _identity(plan, packed, found))
-    for folder in (run.submissions, run.attempts, run.checkpoints, run.job_logs):
+    for folder in (run.submissions, run.attempts, run.job_logs):
         folder.mkdir()
 
 

@@ -21,7 +21,7 @@ from ..conf.compose import Composed, compose
 from ..conf.mounts import separators_in
 from ..conf.problems import ConfigError, Problem
 from ..conf.schema import ClusterKind, Config, ContainerRuntime
-from . import code, lints, setup_lines, slurm, stage, task_words
+from . import code, lints, setup_lines, slurm, stage, storage, task_words
 from .errors import UserError
 from .freeze import Plan, new_id
 from .redact import Redactor
@@ -66,6 +66,10 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
     run_id = new_id()
     directory = request.run_dir or Path(config.run_root) / f"{config.name}-{run_id}"
     python = interpreter(config, request.cwd)
+    if not errors and not config.task.cmd:
+        found_at_storage = storage.problems(config.checkpoint.storage, python)
+        errors += found_at_storage[0]
+        warnings += found_at_storage[1]
     if errors:
         raise UserError("\n".join(errors))
     assert snapshot is not None

@@ -27,6 +27,7 @@ from .run.layout import RunDir
 from .run.outcome import EXIT_FINISHED
 from .run.submissions import Submission, TakenError, new_submission, next_number, submissions
 from .state import State, look, queue_of
+from .storage import is_directory
 
 CLEARING = 90.0  # seconds; KillWait is 30 by default
 UNDER_WAY = 900.0  # seconds for which a submission from another host may still be under way (submit.py gives up sooner)
@@ -191,8 +192,17 @@ def changed_config(plain: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         for name in folders:
             source, target = source[name], target.setdefault(name, {})
         target[last] = source[last]
+    _refuse_other_directory(plain["checkpoint"].get("storage"), changed["checkpoint"].get("storage"))
     from_plain(changed)
     return changed
+
+
+def _refuse_other_directory(old: str | None, new: str | None) -> None:
+    """RUN/checkpoints is a directory or a link for good; only to and from an object store a run can move."""
+    if old != new and (is_directory(old) or is_directory(new)):
+        raise UserError(
+            f"checkpoint.storage={new}: cannot change on resume from {old or 'the run directory'}; launch a new run"
+        )
 
 
 def _key(text: str) -> str:

@@ -219,7 +219,7 @@ def disk(f: Facts, limits: Limits) -> Finding | None:
     """Storage on which the run is about to end."""
     if f.state.is_over or f.free is None:
         return None
-    left = f"{f.free_bytes / 1e9:.1f} GB free below run_root"
+    left = f"{f.free_bytes / 1e9:.1f} GB free for checkpoints"
     if f.checkpoint_bytes and f.free_bytes < limits.checkpoints * f.checkpoint_bytes:
         return Finding("disk", f"{left}; a checkpoint takes {f.checkpoint_bytes / 1e9:.1f} GB")
     return Finding("disk", f"{left} ({100 * f.free:.1f} %)") if f.free < limits.free else None

@@ -83,7 +83,7 @@ def gather(run: RunDir, queue: Queue | None, limits: Limits) -> Facts:
     began = now - elapsed if elapsed is not None else None
     step = _newest([path for a in attempts[-1:] for _, path in a.all_metrics()])
     worked = max((t for t in (sign, _mtime(intention_path(newest) if newest else None)) if t), default=now)
-    disk = os.statvfs(run.path)
+    disk = os.statvfs(run.checkpoints if run.checkpoints.exists() else run.path)
     suspicious = silent is not None and silent > limits.silence
     return Facts(
         name=run.path.name,

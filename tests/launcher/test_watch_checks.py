@@ -137,7 +137,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Fix | None, str]] = {
         {"checkpoint_bytes": 6 * 10**11},
         "disk",
         None,
-        "1000.0 GB free below run_root; a checkpoint takes 600.0 GB",
+        "1000.0 GB free for checkpoints; a checkpoint takes 600.0 GB",
     ),
     "disk nearly full": ({"free": 0.02}, "disk", None, "(2.0 %)"),
 }
