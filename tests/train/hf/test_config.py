@@ -49,8 +49,18 @@ GEMMA3 = named("gemma3_text", "Gemma3ForCausalLM", head_dim=16, query_pre_attn_s
 
 @pytest.mark.parametrize(
     "preset",
-    "gemma2-9b gemma3-4b gpt2 llama-1b llama-3.1-8b mistral-7b mixtral-8x7b olmo2-7b qwen2-7b qwen3-30b-a3b "
-    "qwen3-8b".split(),  # noqa: SIM905
+    [
+        "gemma2-9b",
+        "gemma3-4b",
+        "gpt2",
+        "llama-3.1-8b",
+        "mistral-7b",
+        "mixtral-8x7b",
+        "olmo2-7b",
+        "qwen2-7b",
+        "qwen3-30b-a3b",
+        "qwen3-8b",
+    ],
 )
 def test_presets_go_there_and_back(preset: str) -> None:
     model = compose([f"model={preset}", "data.sources=[{prefix: /x}]"]).config.model
