@@ -13,6 +13,7 @@ from stoker.launcher.run.layout import RunDir
 sys.path.insert(0, str(Path(__file__).parent))
 
 from state_ranks import Crew
+from striking import make_older
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,14 @@ def run(tmp_path: Path) -> RunDir:
     r.path.mkdir()
     claim(r)
     return r
+
+
+@pytest.fixture(scope="session")
+def older(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 10 and 15 (striking.py)."""
+    r = RunDir(tmp_path_factory.mktemp("older") / "run")
+    r.path.mkdir()
+    claim(r)
+    for result in crew.run(make_older, r, 2):
+        assert result.raised is None, result.text
+    return r.path

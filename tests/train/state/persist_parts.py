@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from state_ranks import make_entries, shared
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.retention import Retention
-from stoker.train.state.entry import plan
+from stoker.train.state.entry import Entry, plan
 from stoker.train.state.index import part as index_lines
 from stoker.train.state.persist import Answer, Part, Persister, Wave
 from stoker.train.state.segment import Segment
@@ -26,14 +26,17 @@ def memfds() -> list[int]:
 
 
 class RankData:
-    """What rank `rank` of `size` has to write of `make_entries(seed)`, and the memory that it packs it into."""
+    """What rank `rank` of `size` has to write of `make(seed)`, and the memory that it packs it into."""
 
-    def __init__(self, rank: int, size: int, seed: int) -> None:
+    def __init__(self, rank: int, size: int, seed: int, make: Callable[[int], list[Entry]] = make_entries) -> None:
         self.rank, self.fds = rank, memfds()
+        self.pack(size, seed, make)
+
+    def pack(self, size: int, seed: int, make: Callable[[int], list[Entry]]) -> None:
         segment = Segment()
-        segment.pack(plan(shared(make_entries(seed), rank, size)))
+        segment.pack(plan(shared(make(seed), self.rank, size)))
         self.data = bytes(segment.data)
-        self.lines = index_lines(shard_name(rank), segment.placed)
+        self.lines = index_lines(shard_name(self.rank), segment.placed)
 
     def part(self, run: RunDir, job: int, step: int, size: int, attempt: int = 1) -> Part:
         spec = PosixShelf(run.checkpoints).spec(CheckpointName(step, attempt), f"g0001-{job:08x}", 0, size)

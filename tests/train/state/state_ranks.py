@@ -122,11 +122,8 @@ class Rank:
     pid: int
     directory: Path
 
-    def is_frozen(self) -> bool:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
     def wait_frozen(self) -> None:
-        until(self.is_frozen)
+        until(lambda: is_frozen(self.pid))
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -140,6 +137,10 @@ class Rank:
         code = self.code()
         assert code == 0, f"exit {code}\n{(self.directory / 'log').read_text()}"
         return Result(**json.loads((self.directory / "result.json").read_text()))
+
+
+def is_frozen(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def until(condition: Callable[[], bool], more: Callable[[], str] = str) -> None:

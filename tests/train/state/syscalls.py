@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import platform
 import re
@@ -136,6 +137,7 @@ class Tap:
     ) -> None:
         self.calls: list[Call] = []
         self.acted = threading.Event()
+        self.process = 0  # that was struck
         self._directory, self._at, self._action, self._lasting = directory, at, action, lasting
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.address = f"\0stoker-tap-{os.getpid()}-{id(self)}"
@@ -193,20 +195,24 @@ class Tap:
             if is_now and self._action in ("kill", "torn"):
                 if self._action == "torn" and call.is_write:
                     _write_half(thread, number, arguments)
-                self.acted.set()
-                os.kill(_process(thread), signal.SIGKILL)
+                self._signal(thread, signal.SIGKILL)
                 return
             if is_now and self._action == "freeze":
-                self.acted.set()
-                os.kill(_process(thread), signal.SIGSTOP)
+                self._signal(thread, signal.SIGSTOP)
                 return  # the stop interrupts the call, and it is made (and asked about) anew when the process goes on
             if is_now and isinstance(self._action, int):
                 self.acted.set()
                 error, flags = -self._action, 0
             if self._action == "short" and call.is_write and arguments[2] > 1:
                 self.acted.set()
-                value, flags = _write_half(thread, number, arguments), 0
+                value = _write_half(thread, number, arguments)
+                flags = 0 if value else _CONTINUE
         fcntl.ioctl(listener, _SEND, bytearray(struct.pack("QqiI", notice_id, value, error, flags)))
+
+    def _signal(self, thread: int, number: int) -> None:
+        self.process = _process(thread)
+        os.kill(self.process, number)
+        self.acted.set()
 
     def _call(self, thread: int, number: int, arguments: list[int]) -> Call | None:
         """None if it is of no file below the directory."""
@@ -240,13 +246,19 @@ def _process(thread: int) -> int:
 def _write_half(thread: int, number: int, arguments: list[int]) -> int:
     """Do half of the thread's write for it, through its own open file; returns the bytes."""
     fd, address, count, position = arguments[:4]
-    with open(f"/proc/{thread}/mem", "rb", buffering=0) as memory:
-        memory.seek(address)
-        data = memory.read(count // 2)
     process = os.pidfd_open(_process(thread))
     file = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process, fd & 0xFFFFFFFF, 0)
     os.close(process)
+    half = count // 2
+    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+        half -= half % mmap.PAGESIZE
     try:
-        return os.pwrite(file, data, position) if number == _PWRITE else os.write(file, data)
+        with open(f"/proc/{thread}/mem", "rb", buffering=0) as memory, mmap.mmap(-1, max(half, 1)) as data:
+            memory.seek(address)
+            data.write(memory.read(half))
+            view = memoryview(data)[:half]
+            done = os.pwrite(file, view, position) if number == _PWRITE else os.write(file, view)
+            view.release()
+            return done
     finally:
         os.close(file)

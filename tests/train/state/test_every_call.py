@@ -16,34 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from state_ranks import Crew, Job, Rank, digests, make_job, shared
+from state_ranks import Crew, Job, Rank
 from stoker.launcher.run.attempts import claim
-from stoker.launcher.run.layout import CheckpointName, RunDir
+from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.manifest import verify
 from stoker.train.state.checkpointer import SaveFailedError
-from stoker.train.state.entry import Entry
-from syscalls import Call, Tap, install, is_possible
+from striking import EVERY, OLD, SAVED, check_old_or_new, check_thawed, held, needs_kernel, take_over
+from syscalls import Call, Tap, install
 
-pytestmark = pytest.mark.skipif(not is_possible(), reason="this kernel does not let a test answer system calls")
-OLD, SAVED = "step-00000015-a0001", "step-00000020-a0001"
+pytestmark = needs_kernel
 PUBLISH = Call("rename", ".tmp-step-00000020-a0001-g0001-*")
-
-
-def small(seed: int) -> list[Entry]:
-    g = torch.Generator().manual_seed(seed)
-    tensors = {"model/w": torch.randn(640, 500, generator=g), "optim/v": torch.randn(300_000, generator=g)}
-    return [Entry.whole(name, tensor) for name, tensor in tensors.items()]
-
-
-def held(job: Job, seed: int) -> list[Entry]:
-    return shared(small(seed), job.grid.rank, job.grid.world_size)
-
-
-def make_older(job: Job) -> None:
-    checkpointer = job.checkpointer(keep=3)
-    for step in (10, 15):
-        checkpointer.save(step, held(job, step), {})
 
 
 def attempt(job: Job, tap: str, rank: int) -> Any:
@@ -59,17 +41,6 @@ def attempt(job: Job, tap: str, rank: int) -> Any:
         except SaveFailedError as e:
             said.append(str(e))
     return said
-
-
-@pytest.fixture(scope="module")
-def older(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 10 and 15."""
-    run = RunDir(tmp_path_factory.mktemp("older") / "run")
-    run.path.mkdir()
-    claim(run)
-    for result in crew.run(make_older, run, 2):
-        assert result.raised is None, result.text
-    return run.path
 
 
 class Saves:
@@ -102,28 +73,7 @@ def saves(request: pytest.FixtureRequest, crew: Crew, older: Path, tmp_path: Pat
     return Saves(crew, older, tmp_path, request.param)
 
 
-EVERY = [pytest.param(5, id="sample"), pytest.param(1, id="all", marks=pytest.mark.full)]
 both_ranks = pytest.mark.parametrize("saves", [0, 1], ids=["rank0", "rank1"], indirect=True)
-
-
-def check_old_or_new(run: RunDir) -> str:
-    """What the next attempt finds, as bytes; that it sweeps, saves and prunes. Returns what it has restored."""
-    for name in run.all_checkpoints():
-        verify(run.checkpoint(name))
-    claim(run)
-    job = make_job(run, 2)
-    checkpointer, entries = job.checkpointer(keep=2), small(0)
-    restored = checkpointer.restore(entries)
-    assert restored is not None
-    assert restored.name.step in (15, 20)
-    assert digests(entries) == digests(small(restored.name.step))
-    assert [e["event"] for e in job.events] == ["restored"], "nothing had to be passed over"
-    assert [p.name for p in run.checkpoints.iterdir() if p.name.startswith(".")] == []
-    checkpointer.save(30, small(30), {})
-    checkpointer.prune()
-    assert [str(n) for n in run.all_checkpoints()] == ["step-00000030-a0002", str(restored.name)]
-    assert verify(run.checkpoint(CheckpointName(30, 2))).step == 30
-    return str(restored.name)
 
 
 @both_ranks
@@ -179,23 +129,6 @@ def test_short_writes_are_gone_on_with(crew: Crew, older: Path, tmp_path: Path) 
         verify(saves.run.checkpoint(name))
 
 
-def take_over(run: RunDir, step: int) -> dict[str, int]:
-    """Attempt 2 restores and saves `step`; its files and when they were last changed."""
-    job = make_job(run, 2)
-    checkpointer = job.checkpointer(keep=2)
-    restored = checkpointer.restore(small(0))
-    assert restored is not None
-    assert restored.name.step in (15, 20)
-    checkpointer.save(step, small(step), {})
-    checkpointer.prune()
-    return times(run, CheckpointName(step, 2))
-
-
-def times(run: RunDir, name: CheckpointName) -> dict[str, int]:
-    verify(run.checkpoint(name))
-    return {p.name: p.stat().st_mtime_ns for p in run.checkpoint(name).iterdir()}
-
-
 @both_ranks
 @pytest.mark.parametrize("every", [pytest.param(11, id="sample"), EVERY[1]])
 @pytest.mark.parametrize("step", [20, 30, None], ids=["the-same-step", "another-step", "begun"])
@@ -212,18 +145,5 @@ def test_a_writer_frozen_at_any_call_and_thawed_under_a_later_attempt_harms_noth
             theirs = None if step is None else take_over(saves.run, step)
             ranks[saves.rank].thaw()
             assert [rank.result().raised for rank in ranks] == ["SupersededError"] * 2, calls[at]
-        names = saves.run.all_checkpoints()
-        for name in names:
-            verify(saves.run.checkpoint(name))
-        if step is not None:
-            assert names[0] == CheckpointName(step, 2), calls[at]
-            assert times(saves.run, names[0]) == theirs, calls[at]
-        else:
-            assert names[0].step in (15, 20), calls[at]
-        claim(saves.run)
-        restored = make_job(saves.run, 3).checkpointer().restore(entries := small(0))
-        assert restored is not None
-        assert digests(entries) == digests(small(restored.name.step))
-        assert restored.name == names[0]
-        assert [p.name for p in saves.run.checkpoints.iterdir() if p.name.startswith(".")] == []
+        check_thawed(saves.run, theirs)
         saves.clean_up()
