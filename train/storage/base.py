@@ -44,7 +44,11 @@ class Target(Protocol):
     """One checkpoint under preparation. Every process makes its own from the same `spec` (see `Shelf.spec`)."""
 
     spec: dict[str, Any]  # plain JSON: what `target_of` makes the same target from, in any process of the run
-    notes: list[str]  # what was given up on the way and does no harm, for people; told once (`checkpoint_storage`)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was given up on the way and does no harm, for people; told once (`checkpoint_storage`)."""
+        ...
 
     def prepare(self) -> None:
         """Make the place for the files, if nobody has. Every writer, before its first file: ranks do not wait for

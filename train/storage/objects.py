@@ -183,9 +183,9 @@ class ObjectShelf(PosixShelf):
     """The run's folder of manifests, and the store behind it. Whole directories in the folder count too: a run may have
     begun with those."""
 
-    def __init__(self, folder: Path, root: str) -> None:
+    def __init__(self, folder: Path, root: str, local: str | None = None) -> None:
         """`root`: s3://BUCKET/PREFIX/RUN/, with the slash."""
-        super().__init__(folder)
+        super().__init__(folder, local=local)
         self._root, self._is_known = root, False
 
     def names(self) -> list[CheckpointName]:
@@ -196,7 +196,14 @@ class ObjectShelf(PosixShelf):
         return super().names()
 
     def spec(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
-        return {"kind": "objects", "root": self._root, "folder": str(self.folder), "name": str(name), "token": token}
+        return {
+            "kind": "objects",
+            "root": self._root,
+            "folder": str(self.folder),
+            "name": str(name),
+            "token": token,
+            "local": self._local,
+        }
 
     def sweep(self, attempt: int, generation: int = 0, save: int = 0) -> None:
         """Also takes up what was whole in the store, and whose writer died before the copy of its manifest."""

@@ -136,11 +136,11 @@ class PosixTarget:
 class PosixShelf:
     """The folder of a run's checkpoints. `folder` may be a link; it is made when the first checkpoint is prepared.
 
-    `stripes`: of large files on Lustre; -1: all targets, 0: by size.
+    `stripes`: of large files on Lustre; -1: all targets, 0: by size. `local`: directory on the node's own disk.
     """
 
-    def __init__(self, folder: Path, stripes: int = 0) -> None:
-        self.folder, self._stripes = folder, stripes
+    def __init__(self, folder: Path, stripes: int = 0, local: str | None = None) -> None:
+        self.folder, self._stripes, self._local = folder, stripes, local
 
     def names(self) -> list[CheckpointName]:
         try:
@@ -165,6 +165,7 @@ class PosixShelf:
             "total": total,
             "shards": shards,
             "stripes": self._stripes,
+            "local": self._local,
         }
 
     def remove(self, name: CheckpointName) -> None:
