@@ -12,9 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import interval_facts
 from .checkpoint_look import Found, Health, look_around, reasons, retention_of, settings_of
 from .errors import UserError
 from .find import DEFAULT_ROOT, find_run, runs_below
+from .run.interval import Advice, sentence
 from .run.layout import CheckpointName, RunDir
 from .run.outcome import EXIT_FINISHED
 from .status import duration
@@ -53,7 +55,17 @@ def main(argv: list[str]) -> int:
         if not arguments.run:
             print("\n" * (number > 0) + str(run.path))
         print(table(found, why, time.time()))
+        if arguments.run and (told := _advice(run)) is not None:
+            print(sentence(told))
     return EXIT_FINISHED
+
+
+def _advice(run: RunDir) -> Advice | None:
+    """None also for a run whose files do not say."""
+    try:
+        return interval_facts.advice(run)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def runs_below_here() -> list[RunDir]:
@@ -100,7 +112,9 @@ def _row(f: Found, why: Sequence[str], now: float) -> tuple[str, ...]:
 
 
 def _as_json(run: RunDir, found: Sequence[Found], why: Why) -> dict[str, Any]:
-    return {"run": str(run.path), "checkpoints": [_plain(f, why.get(f.name, ())) for f in found]}
+    advice = _advice(run)
+    plain = None if advice is None else advice.to_json()
+    return {"run": str(run.path), "interval": plain, "checkpoints": [_plain(f, why.get(f.name, ())) for f in found]}
 
 
 def _plain(f: Found, why: Sequence[str]) -> dict[str, Any]:

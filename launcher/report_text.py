@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from . import interval_facts
 from .rehearsal.measure import Pass, passes, steps_lost
 from .run import views
 from .run.effective import effective_config
 from .run.files import read_json, read_lines
+from .run.interval import sentence
 from .run.layout import AttemptDir, RunDir
 from .run.manifest import InvalidCheckpointError, check_sizes, read_manifest
 from .state import RunState, State
@@ -27,7 +29,8 @@ from .summary import AttemptSummary, attempt_summary
 T = TypeVar("T")
 # Events that a person looks for; the rest is in the files.
 _TOLD = ("trouble", "hung_at", "slow", "agent_lost", "bad_step", "packages_changed", "settings_changed",
-         "checkpoint_skipped", "checkpoint_failed", "requeue_refused", "supervisor_failed", "profiled")  # fmt: skip
+         "checkpoint_skipped", "checkpoint_failed", "checkpoint_late", "checkpoint_interval",
+         "requeue_refused", "supervisor_failed", "profiled")  # fmt: skip
 _AT_WORK = (State.RUNNING, State.SUSPENDED)
 _MOST = 60  # lines of any list
 
@@ -115,6 +118,8 @@ def summary(run: RunDir, state: RunState) -> str:
     is_own_script = bool(config.get("task", {}).get("cmd"))
     lines += ["", "## Time", "", *_time(spent, all_passes, is_own_script)]
     checkpoints = _checkpoints(run)
+    advice = problems.read("interval of checkpoints", lambda: interval_facts.advice(run), None)
+    checkpoints += ["", f"- {sentence(advice)}"] if advice is not None else []
     if checkpoints or not is_own_script:  # only the script knows its checkpoints
         lines += ["", "## Checkpoints", "", *(checkpoints or ["none"])]
     told: list[str] = []

@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from . import jobinfo, jobnodes
+from . import interval_facts, jobinfo, jobnodes
 from . import policy_types as p
 from .agents import Agents, AgentSignalled
 from .continuation import Continuation
@@ -32,6 +32,7 @@ from .run.attempts import Fence, claim
 from .run.effective import effective_config
 from .run.events import EventLog
 from .run.files import create_json
+from .run.interval import sentence
 from .run.layout import AttemptDir, RunDir, open_run
 from .run.outcome import EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.packages import changes
@@ -337,10 +338,23 @@ class Supervisor:
         if action.ask and outcome.next is not Next.NOTHING:
             outcome = self.continuation.bring_about(outcome, True, self.ends_at)
             self._record_end(outcome)
+            self._advise()
             return
         # What Slurm has decided, or nobody is asked for, is written down first: there may be little time.
         self._record_end(outcome)
         self.continuation.bring_about(outcome, False, self.ends_at)
+        self._advise()
+
+    def _advise(self) -> None:
+        """Whether checkpoints are made far too often or too rarely. The last of all: nobody waits for it."""
+        try:
+            advice = interval_facts.advice(self.run)
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            _say(f"how often to save is not known: {e}")
+            return
+        if advice is not None and advice.is_far:
+            self.events.write("checkpoint_interval", **advice.to_json())
+            _say(f"checkpoint {sentence(advice)}")
 
     def _record_end(self, outcome: Outcome) -> None:
         self.exit_code = outcome.exit_code
