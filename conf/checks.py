@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .budgets import budget_problems
-from .checks_checkpoint import checkpoint_rules
+from .checks_checkpoint import checkpoint_rules, initial_files
 from .checks_cluster import cluster_rules
 from .checks_data import data_rules, file_rules, root_rules
 from .checks_environment import environment_rules, image_rules
@@ -65,7 +65,7 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
     problems = [problem for rule in rules for problem in rule(config)]
     if files:
         problems += [*root_rules(config), *image_rules(config)]
-        problems += [] if config.task.cmd else file_rules(config)
+        problems += [] if config.task.cmd else [*file_rules(config), *initial_files(config)]
     return sorted(problems, key=lambda problem: problem.severity != "error")
 
 

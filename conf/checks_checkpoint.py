@@ -1,13 +1,14 @@
 """Rules for checkpoints: when, where, and which are kept; and for the weights that a run begins with.
 
-Owns: what can be said from the settings alone. Whether a place can be written is for launcher and writers to see.
+Owns: what can be said from the settings, and whether initial weights are there. Whether a place can be written is for
+launcher and writers to see, whether the weights are those of this model for the trainer, before its first step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from .problems import Problem
 from .schema import Config, Continuation
@@ -53,3 +54,19 @@ def _initial_weights(config: Config) -> Iterator[Problem]:
     chosen = config.model.init_from
     if chosen is not None and not chosen.removeprefix("hf:").strip():
         yield Problem("model.init_from", f"'{chosen}'", "expected hf:DIR, or the directory of a checkpoint")
+
+
+def initial_files(config: Config) -> Iterator[Problem]:
+    """The same for the files of the weights that a run begins with."""
+    chosen = config.model.init_from or ""
+    is_foreign = chosen.startswith("hf:")
+    path, expected = Path(chosen.removeprefix("hf:")), "config.json" if is_foreign else "manifest.json"
+    if not chosen.removeprefix("hf:").strip():
+        return
+    if not path.is_dir():
+        yield Problem("model.init_from", chosen, "no such directory; expected hf:DIR, or the directory of a checkpoint")
+    elif not (path / expected).is_file():
+        hint = ""
+        if not is_foreign and (path / "config.json").is_file():
+            hint = f"; for weights of Hugging Face write hf:{path}"
+        yield Problem("model.init_from", chosen, f"no {expected} in it{hint}")

@@ -57,14 +57,17 @@ def entry(config: Mapping[str, Any], run_dir: str, python: str, local: str, appt
 
 
 def derived_mounts(config: Mapping[str, Any], run_dir: str, local: str) -> list[Mount]:
-    """Run directory, node-local directories, where checkpoints lie if elsewhere, and where data and tokenizer lie
-    (behind links too), at the same paths.
+    """Run directory, node-local directories, where checkpoints lie if elsewhere, and where data, tokenizer and initial
+    weights lie (behind links too), at the same paths.
 
     What lies below another of them needs no mount of its own.
     """
     data = config["data"]
     files = [f"{source['prefix']}{end}" for source in data["sources"] if source["prefix"] for end in (".bin", ".idx")]
     files += [data["tokenizer"]] if data["tokenizer"] else []
+    chosen = (config["model"].get("init_from") or "").removeprefix("hf:")
+    # In the cache of Hugging Face's hub all files of a model are links into one other directory.
+    files += [os.path.join(chosen, "config.json")] if chosen else []
     folders = [os.path.dirname(path) for file in files for path in (file, os.path.realpath(file))]
     checkpoint = config["checkpoint"]
     folders += [p for p in (checkpoint.get("storage"), checkpoint.get("local")) if p and p.startswith("/")]

@@ -140,6 +140,18 @@ def test_data_behind_links_is_mounted_where_it_is_and_where_it_is_named(tmp_path
     assert [w for w in words if str(tmp_path) in w] == [2 * f"{tmp_path}/named", 2 * f"{tmp_path}/real"]
 
 
+def test_initial_weights_in_the_hub_s_cache_are_mounted_with_what_they_link_to(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots/1f", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "5a").touch()
+    (snapshot / "config.json").symlink_to(blobs / "5a")
+    plain = config("command", command=["{source}{target}"])
+    plain["model"]["init_from"] = f"hf:{snapshot}"
+    words = entry(plain, "/run", "p", "/scratch", "").words
+    assert [w for w in words if str(tmp_path) in w] == [2 * str(blobs), 2 * str(snapshot)]
+
+
 def test_signals_reach_the_agent_and_not_the_runtime_around_it(tmp_path: Path) -> None:
     """Ignored by what is started in between, and handled by who installs a handler."""
     program = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); os.kill(os.getpid(), 15)"
