@@ -81,8 +81,8 @@ format: $(STAMP) ## reformat, and fix what ruff can fix
 	@.venv/bin/ruff check --fix .
 
 .PHONY: bench
-bench: $(STAMP) ## run the benchmarks that need no GPU, and no other trainers (those: benchmarks/peers.py)
-	@for script in $(filter-out benchmarks/peers.py,$(wildcard benchmarks/*.py)); do \
+bench: $(STAMP) ## run the benchmarks that need no GPU, and no other trainers (those: benchmarks/peers.py, checkpoint.py)
+	@for script in $(filter-out benchmarks/peers.py benchmarks/checkpoint.py,$(wildcard benchmarks/*.py)); do \
 		if [ -e "$$script" ]; then echo "== $$script"; $(PY) "$$script"; fi; \
 	done
 

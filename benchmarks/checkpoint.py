@@ -1,164 +1,145 @@
-"""Saving and loading a checkpoint over several ranks, against plain writing and reading of the same bytes.
+"""Saving and loading a checkpoint: ours against plain writing and reading of the same bytes, and beside other tools.
 
-    python benchmarks/checkpoint.py [--gib 1] [--ranks 2] [--rounds 7] [--dir DIR] [--report FILE]
+    python benchmarks/checkpoint.py [--gib 2] [--ranks 1 2] [--minutes 8] [--dir DIR] [--report [FILE]]
 
-Plain save: each rank writes its share in pieces of 32 MiB and syncs; one file per rank, no checksums, no agreement.
-Plain load: each rank reads all of those files into memory that it has touched before. Both take turns with ours in
-every round, the first of the two changing; loads come from the page cache, so they show the work and not the disk.
+In every round everybody has a turn on the same machine: a copy in memory, raw write and fsync, raw reading, our save
+and our loads; then each contender saves during training steps and loads. Ratios are of the same round. Other trainers
+run in virtual environments of their own (benchmarks/peers.py), which are made if they are missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import resource
 import shutil
-import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
+from datetime import date, timedelta
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from stoker.launcher.run.attempts import Fence
-from stoker.launcher.run.layout import RunDir
-from stoker.train.box import Replica
-from stoker.train.context import RunContext
-from stoker.train.grid import Grid, Membership, form
-from stoker.train.pulse import Pulse
-from stoker.train.state.checkpointer import Checkpointer
-from stoker.train.state.entry import Entry
+from measuring import machine
+from peers import python_of
+from saving.group import Group, drop, peak, settle, warm
+from saving.in_trainer import KINDS, train
+from saving.node import Node
+from saving.report import Measured, report
+from saving.state import calibrate
 
-PIECE = 32 * 1024 * 1024
-Seconds = dict[str, list[float]]
-
-
-def make_entries(size: int, replica: Replica) -> list[Entry]:
-    """A model-like list: per layer four matrices and a norm, in bf16, with two moments and a master copy in fp32."""
-    width, layers = 1024, max(1, size // (4 * 1024 * 1024 * 14))
-    entries = []
-    for layer in range(layers):
-        for name, shape in [*((f"w{i}", (width, width)) for i in range(4)), ("norm", (width,))]:
-            entries.append(Entry.whole(f"model/{layer}/{name}", torch.ones(shape, dtype=torch.bfloat16), replica))
-            for kind in ("exp_avg", "exp_avg_sq", "master"):
-                entries.append(Entry.whole(f"optim/{kind}/{layer}/{name}", torch.ones(shape), replica))
-    return entries
+OURS = ("stoker", "stoker, waves")
+MODULES = {
+    "stoker_ways": OURS,
+    "torch_ways": ("DCP", "DCP async", "DCP async, stager", "safetensors"),
+    "megatron_ways": ("Megatron-Core async",),
+}
 
 
-def plain_save(path: Path, data: memoryview) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for at in range(0, len(data), PIECE):
-        os.write(fd, data[at : at + PIECE])
-    os.fsync(fd)
-    os.close(fd)
+class Bench:
+    def __init__(self, measured: Measured, groups: dict[str, Group], root: Path) -> None:
+        self.measured, self.groups, self.root = measured, groups, root
+        self.owner = {who: module for module, names in MODULES.items() for who in names}
+
+    def round(self, number: int) -> None:
+        """Round 0 is not counted: it is the first touch of all memory, and tells how much of it there is."""
+        self.alone(number)
+        names = [who for who in self.owner if self.owner[who] in self.groups]
+        turn = number % len(names)
+        for who in names[turn:] + names[:turn]:
+            self.in_training(number, who)
+
+    def start(self) -> None:
+        """What a trainer does after its first step."""
+        self.order(0, self.groups["stoker_ways"], "prepare", OURS[0], self.root / OURS[0])
+
+    def alone(self, number: int) -> None:
+        """Ours and raw in turn, the first of the two changing."""
+        ours, raw, group = self.root / OURS[0], self.root / "raw", self.groups["stoker_ways"]
+        pair = [(OURS[0], ours), ("raw", raw)][:: 1 if number % 2 else -1]
+        self.order(number, group, "copy", "raw", raw)
+        for who, directory in pair:
+            self.order(number, group, "save", who, directory)
+        for what, prepare in (("cold", drop), ("warm", warm)):
+            for who, directory in pair:
+                prepare(directory)
+                self.order(number, group, "load", who, directory, what)
+        self.clear(ours, raw)
+
+    def in_training(self, number: int, who: str) -> None:
+        group, directory = self.groups[self.owner[who]], self.root / who
+        directory.mkdir(exist_ok=True)
+        self.order(number, group, "train", who, directory)
+        for what, prepare in (("cold", drop), ("warm", warm)):
+            prepare(directory)
+            self.order(number, group, "load", who, directory, f"{what} in turn")
+        self.clear(directory)
+
+    def order(self, number: int, group: Group, do: str, who: str, directory: Path, what: str = "") -> None:
+        directory.mkdir(exist_ok=True)
+        with peak() as memory:
+            figures = group.order(do, who, directory)
+        if number == 0:
+            figures["memory"] = memory.bytes / (self.measured.bytes * self.measured.size)
+        self.measured.add(number, who, what or do, figures)
+
+    def clear(self, *directories: Path) -> None:
+        for directory in directories:
+            shutil.rmtree(directory)
+        settle()
 
 
-def plain_load(paths: Sequence[Path], into: memoryview) -> None:
-    for path in paths:
-        with open(path, "rb", buffering=0) as f:
-            for at in range(0, len(into), PIECE):
-                f.readinto(into[at : at + PIECE])
-
-
-def timed(grid: Grid, seconds: Seconds, name: str, work: Callable[[], object]) -> None:
-    """Wall time until the last rank is done, and this rank's CPU time, threads included."""
-    grid.control.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    cpu = time.process_time() - cpu
-    grid.control.barrier()
-    seconds.setdefault(name, []).append(time.perf_counter() - wall)
-    seconds.setdefault(f"{name} cpu", []).append(cpu)
-
-
-def measure(rank: int, size: int, port: int, root: Path, total: int, rounds: int, results: mp.SimpleQueue) -> None:
-    grid = form(Membership(rank, size, rank, 1, 1, "127.0.0.1", port), backend="gloo")
-    run = RunDir(root)
-    context = RunContext(run, "benchmark", run.attempt(1), 1, Fence(run, 1), Pulse(None, 1))
-    checkpointer = Checkpointer(context, grid, 1)
-    entries = make_entries(total, Replica(("dense",), rank, size))
-    nbytes = sum(e.tensor.nbytes for e in entries)
-    share = memoryview(bytearray(os.urandom(2**20) * (nbytes // size // 2**20)))
-    own, plain = root / f"plain-{rank}", [root / f"plain-{r}" for r in range(size)]
-    seconds: Seconds = {}
-    for number in range(rounds + 1):
-        if number == 1:
-            seconds.clear()  # the first round pays for touching memory the first time
-        saves = [
-            ("plain save", lambda: plain_save(own, share)),
-            ("our save", lambda step=number + 1: checkpointer.save(step, entries, {})),
-        ]
-        loads = [
-            ("plain load", lambda: plain_load(plain, share)),
-            ("our load", lambda: checkpointer.restore(entries)),
-        ]
-        for pair in (saves, loads):
-            for name, work in pair if number % 2 else reversed(pair):
-                timed(grid, seconds, name, work)
-        checkpointer.prune()
-        own.unlink()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if rank == 0:
-        results.put((seconds, nbytes, len(entries), peak))
-    grid.close()
-
-
-def report(seconds: Seconds, nbytes: int, entries: int, peak: int, ranks: int) -> str:
-    rounds, gib = len(seconds["our save"]), nbytes / 2**30
-    lines = [
-        f"# Checkpoint: {gib:.2f} GiB, {entries} tensors, {ranks} ranks ({time.strftime('%Y-%m-%d')})",
-        "",
-        f"{platform.machine()}, {os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f} at the end, "
-        f"Python {platform.python_version()}, torch {torch.__version__}.",
-        f"{rounds} rounds, medians (least-most); ratios are medians of the rounds' ratios; CPU is rank 0's, threads "
-        "included.",
-        "",
-        "| | wall s | CPU s | GiB/s | ratio to plain |",
-        "|---|---|---|---|---|",
-    ]
-    for kind, volume in (("save", gib), ("load", gib * ranks)):
-        for who in ("plain", "our"):
-            wall = seconds[f"{who} {kind}"]
-            median, cpu = statistics.median(wall), statistics.median(seconds[f"{who} {kind} cpu"])
-            ratios = [a / b for a, b in zip(wall, seconds[f"plain {kind}"], strict=True)]
-            lines.append(
-                f"| {who} {kind} | {median:.2f} ({min(wall):.2f}-{max(wall):.2f}) | {cpu:.2f} | {volume / median:.2f} "
-                f"| {statistics.median(ratios):.2f} |"
-            )
-    lines += [
-        "",
-        f"Peak memory of rank 0: {peak / 2**30:.2f} GiB; the tensors are {gib:.2f}, its shard's segment and the plain "
-        f"variant's buffer {gib / ranks:.2f} each.",
-        "In a load every rank reads everything, as data parallel ranks do, from the page cache. Our save has checksums",
-        "of every 4 MiB block, index, manifest and the ranks' agreement; our load verifies every block.",
-    ]
-    return "\n".join(lines) + "\n"
+def measure(size: int, total: int, modules: Sequence[str], venvs: Path, root: Path, seconds: float) -> Measured:
+    """Rounds until the time is over; three at least."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
+    options = {"size": size, "port": store.port, "total": total, "products": calibrate(), "root": str(root)}
+    ends, groups, measured = time.monotonic() + seconds, dict[str, Group](), Measured(size)
+    node = Node.start(root / "stoker", size, root / "writer.log")
+    fds = {"stoker_ways": node.fds, "torch_ways": [()] * size}
+    try:
+        for module in modules:
+            python = python_of("megatron-core", venvs) if module == "megatron_ways" else sys.executable
+            groups[module] = Group.start(module, python, fds.get(module), options)
+        for group in groups.values():
+            facts = group.wait()[0]
+            measured.bytes, measured.tensors = facts["bytes"], facts["tensors"]
+        bench, number, longest = Bench(measured, groups, root), 0, 0.0
+        bench.start()
+        while number < 4 or time.monotonic() + longest < ends:
+            began = time.monotonic()
+            bench.round(number)
+            longest = max(longest, time.monotonic() - began)
+            number += 1
+    finally:
+        for group in groups.values():
+            group.end()
+        node.end()
+    return measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dir", type=Path, default=None, help="where the files go; default: the temporary directory")
-    parser.add_argument("--report", type=Path, default=None)
+    parser.add_argument("--gib", type=float, default=2.0, help="of all ranks together")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--without", nargs="+", default=[], choices=list(MODULES)[1:], help="leave these out")
+    parser.add_argument("--no-trainer", dest="trainer", action="store_false", help="leave the real trainer out")
+    parser.add_argument("--dir", type=Path, help="where the files go; default: the temporary directory")
+    parser.add_argument("--venvs", type=Path, default=Path.home() / ".cache" / "stoker-bench")
+    default = Path(__file__).with_name(f"checkpoint-{date.today()}.md")
+    parser.add_argument("--report", type=Path, nargs="?", const=default, help=f"write the result there ({default})")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="stoker-checkpoint-", dir=arguments.dir))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=600))
-    results = mp.get_context("spawn").SimpleQueue()
+    modules = [module for module in MODULES if module not in arguments.without]
+    seconds = 60 * arguments.minutes / len(arguments.ranks)
     try:
         total = int(arguments.gib * 2**30)
-        rest = (arguments.ranks, store.port, root, total, arguments.rounds, results)
-        mp.spawn(measure, rest, nprocs=arguments.ranks)
-        text = report(*results.get(), arguments.ranks)
+        results = [measure(n, total, modules, arguments.venvs.absolute(), root, seconds) for n in arguments.ranks]
+        for measured in results:
+            measured.trained = [train(kind, measured.size, root) for kind in KINDS if arguments.trainer]
     finally:
         shutil.rmtree(root)
+    names = [who for module in modules for who in MODULES[module]]
+    text = report(results, names, str(date.today()), machine())
     print(text, end="")
     if arguments.report is not None:
         arguments.report.write_text(text)

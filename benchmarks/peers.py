@@ -49,26 +49,31 @@ PEERS = {
         "with_megatron.py",
         "megatron-core 0.19.2",
         # Its metadata asks for a newer Python than its wheel is built for.
-        ((TORCH, "numpy", "packaging"), ("--no-deps", "--ignore-requires-python", "megatron-core==0.19.2"), TRITON),
+        (
+            (TORCH, "numpy", "packaging", "psutil"),
+            ("--no-deps", "--ignore-requires-python", "megatron-core==0.19.2"),
+            TRITON,
+        ),
     ),
     "litgpt": Peer("with_litgpt.py", "litgpt 0.5.13", (("litgpt==0.5.13",),)),
 }
 
 
 def python_of(name: str, venvs: Path) -> Path:
-    """The interpreter of a peer's environment, which is made if it is not there."""
+    """The interpreter of a peer's environment, which is made if it is not there, or not with these packages."""
     peer, venv = PEERS[name], venvs / name
+    complete, packages = venv / "complete", repr(peer.installs)
     if not peer.installs:
         return Path(sys.executable)
-    if not (venv / "complete").exists():
+    if not complete.exists() or complete.read_text() != packages:
         print(f"making {venv}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
         constraint = venv / "constraint.txt"
         constraint.write_text(f"{TORCH}\n")
         for arguments in peer.installs:
             pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", *arguments]
             subprocess.run(pip, check=True, env=os.environ | {"PIP_CONSTRAINT": str(constraint)})
-        (venv / "complete").touch()
+        complete.write_text(packages)
     return venv / "bin" / "python"
 
 
