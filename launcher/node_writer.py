@@ -40,28 +40,27 @@ class WriterLink:
 
     @contextlib.contextmanager
     def client(self, generation: int, rank: int, local_rank: int) -> Iterator[tuple[int, ...]]:
-        """Descriptors for a worker that is to be forked: its state segments and, with a writer, its way there."""
+        """Descriptors for a worker that is to be forked: its two state segments and its way to the writer."""
         if local_rank not in self._segments:
             first, second = (os.memfd_create(f"stoker-state-{local_rank}-{k}") for k in (0, 1))
             self._segments[local_rank] = first, second
         segments = self._segments[local_rank]
-        if self.channel is None:
-            yield segments
-            return
         workers, writers = socket.socketpair()
-        with workers, writers:
-            try:
+        with workers:
+            with writers:
                 message = {"kind": "client", "generation": generation, "rank": rank}
-                self.channel.send(message, (writers.fileno(), *segments))
-            except Closed as e:
-                self.lost(str(e))  # the worker finds its socket closed
+                try:
+                    if self.channel is not None:
+                        self.channel.send(message, (writers.fileno(), *segments))
+                except Closed as e:
+                    self.lost(str(e))  # the worker finds its socket closed
             yield (*segments, workers.fileno())
 
     def lost(self, reason: str) -> None:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
-            self._events.write("writer_lost", reason=reason)
+            self._events.write("writer_ended", reason=reason)
 
     def close(self) -> None:
         if self.channel is not None:

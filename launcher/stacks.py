@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("stoker stacks", description="Show where every rank of a running run stands.")
     parser.add_argument("run", metavar="RUN", help="run directory, or job id")
     parser.add_argument("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may repeat")
-    parser.add_argument("--all", action="store_true", help="supervisor, agents and zygotes too")
+    parser.add_argument("--all", action="store_true", help="supervisor, agents, zygotes and writers too")
     parser.add_argument("--timeout", type=float, default=WAIT, metavar="SECONDS", help="how long to wait for nodes")
     arguments = parser.parse_args(argv)
     r = running(find_run(arguments.run))

@@ -21,7 +21,7 @@ _OUTERMOST = re.compile(
     r"<frozen runpy>:.*|(?:.*/)?bootstrap\.py:.*|stoker/train/zygote\.py:\d+ in (?:_fork|main|<module>)"
     r"|threading\.py:\d+ in (?:_bootstrap|_bootstrap_inner)"
 )
-_ROLES = ("supervisor", "agent", "zygote")  # in the order of show
+_ROLES = ("supervisor", "agent", "zygote", "writer")  # in the order of show
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Offer:
     run: str  # run_key
     attempt: int
     node: str
-    role: str  # supervisor, agent, zygote, or gGENERATION-rRANK
+    role: str  # supervisor, agent, zygote, writer, or gGENERATION-rRANK
     pid: int  # in the process's own PID namespace; a fork inherits its parent's file and does not have that number
 
     @property

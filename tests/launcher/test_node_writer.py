@@ -122,7 +122,7 @@ def test_a_writer_that_ended_is_told_once_and_replaced_with_the_next_generation(
     desk.node.read(lost)
     assert lost not in desk.node.channels()
     events = [e["event"] for e in read_lines(desk.events)]
-    assert events.count("writer_lost") == 1
+    assert events.count("writer_ended") == 1
     second, *_ = desk.form(2, forks=3)
     assert second.what == "writer"
     assert len(clients(second, 2)) == 2

@@ -27,6 +27,7 @@ from stoker.launcher.run.wire import Channel, Closed
 from stoker.launcher.stacks_node import targets
 from stoker.train.state.persist_local import LocalPersister
 from stoker.train.state.persist_remote import LOST, RemotePersister
+from stoker.train.state.persist_writer import NICE
 from stoker.train.storage.posix import PosixShelf
 
 # By the step of the save, as one zygote serves all tests here.
@@ -148,7 +149,7 @@ def test_one_writer_serves_the_ranks_of_a_node_out_of_the_workers_way(
     save(writer, pair, job=1, step=10)
     save(writer, pair, job=2, step=20)
     assert names(writer.run) == ["step-00000010-a0001", "step-00000020-a0001"]
-    assert os.getpriority(os.PRIO_PROCESS, writer.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 5
+    assert os.getpriority(os.PRIO_PROCESS, writer.pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICE
     assert os.sched_getscheduler(writer.pid) == os.SCHED_BATCH
     assert os.sched_getaffinity(writer.pid) == {min(os.sched_getaffinity(0))}
     assert [t.offer.role for t in targets(writer.run, 1, None)] == ["writer"]
