@@ -77,7 +77,7 @@ def export_hf(
         planned = _planned(weights, layout(table, family.rules), options.dtype)
         dtype = _TEXT[planned[0].dtype]
         tokenizer = _tokenizer(options, run, like)
-        config |= {"torch_dtype": dtype}
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype  # newer and older name of the same field
         if tokenizer is not None:
             tokenizer.check(model.vocab_size)
         if like is None:

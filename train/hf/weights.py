@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -57,8 +58,8 @@ class HfWeights:
         self._reader = Reader()
 
     def dtype(self, name: str) -> torch.dtype:
-        """See WeightSource; of the first piece."""
-        return self._stored[self._layout.ours[name][0].theirs].dtype
+        """See WeightSource; one that holds the values of all pieces."""
+        return reduce(torch.promote_types, (self._stored[piece.theirs].dtype for piece in self._layout.ours[name]))
 
     def fill(self, name: str, box: Box, out: Tensor) -> None:
         """See WeightSource."""

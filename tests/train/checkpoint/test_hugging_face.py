@@ -14,6 +14,7 @@ import torch
 import yaml
 from harness import tiny_config, train
 from hf_models import batch_of, build, from_pretrained, relative, same_tensors, save
+from safetensors.torch import load_file, save_file
 from stoker.conf.compose import compose
 from stoker.conf.load import to_plain
 from stoker.conf.schema import Balance, ModelConfig, ParamDtype
@@ -137,6 +138,32 @@ def test_large_models_are_cut_into_files_of_the_size_that_is_asked(
     import_hf(tmp_path / "hf", tmp_path / "again")
     export_hf(tmp_path / "again", tmp_path / "one", Options())
     assert same_tensors(tmp_path / "hf", tmp_path / "one") == []
+
+
+def test_gpt2_as_it_was_published_is_read(tmp_path: Path) -> None:
+    """Its body alone, with masks beside the weights."""
+    config = compose(["model=gpt2", "data.sources=[{prefix: /x}]"]).config.model
+    config = replace(config, vocab_size=50, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_size=24)
+    export_hf(save(build(config), config, tmp_path / "ours"), tmp_path / "hf", Options())
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in range(2)}, file)
+    import_hf(tmp_path / "hf", tmp_path / "again")
+    export_hf(tmp_path / "again", tmp_path / "back", Options())
+    assert same_tensors(tmp_path / "back", tmp_path / "hf") == sorted(
+        [*tensors, *(f"transformer.{name}" for name in tensors), "h.0.attn.bias", "h.1.attn.bias"]
+    )
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(found[f"transformer.{name}"], tensor) for name, tensor in tensors.items())
+
+
+def test_the_type_that_is_asked_is_the_type_that_is_named(tmp_path: Path) -> None:
+    config = replace(ModelConfig(), vocab_size=64, hidden_size=64)
+    export_hf(save(build(config), config, tmp_path / "ours"), tmp_path / "hf", Options(dtype=torch.bfloat16))
+    from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    export_hf(tmp_path / "ours", tmp_path / "back", Options(dtype=torch.float16, like=tmp_path / "theirs"))
+    assert from_pretrained(tmp_path / "back", dtype="auto").dtype is torch.float16
+    assert from_pretrained(tmp_path / "theirs", dtype="auto").dtype is torch.bfloat16
 
 
 def stop(done: int, total: int) -> None:
