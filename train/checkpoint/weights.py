@@ -6,7 +6,6 @@ rename. Does not own: where the tensors come from.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
@@ -25,7 +24,7 @@ from ...launcher.run.manifest import BLOCK, INDEX, OFFSETS, FileEntry, Manifest,
 from ..box import Box
 from ..state.checksum import crc32
 from ..state.entry import Slice
-from ..state.index import part
+from ..state.index import merged, part
 from ..state.segment import layout
 from ..storage.posix import PosixSink
 
@@ -97,7 +96,7 @@ def write_checkpoint(
         for number, shard in enumerate(_shards(weights)):
             written, index = _write_shard(unfinished, number, shard, progress)
             files += written
-            lines += index
+            lines.append(index)
         files += _write_index(unfinished, lines)
         manifest = Manifest(
             run=origin.run,
@@ -134,7 +133,7 @@ def _shards(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
 
 def _write_shard(
     directory: Path, number: int, weights: Sequence[Weight], progress: Progress
-) -> tuple[list[FileEntry], list[bytes]]:
+) -> tuple[list[FileEntry], bytes]:
     """The manifest's entries for shard and sidecar, and the shard's lines of the index."""
     by_name = {w.name: w for w in weights}
     # Tensors without memory: only their types and shapes count for the header.
@@ -155,7 +154,7 @@ def _write_shard(
         file.abort()
     _write_small(directory / sidecar, checksums)
     entry = FileEntry(shard, file.size, None, sidecar)
-    return [entry, describe(sidecar, checksums)], part(shard, placed).splitlines(keepends=True)
+    return [entry, describe(sidecar, checksums)], part(shard, placed)
 
 
 def _pieces(weight: Weight) -> Iterator[torch.Tensor]:
@@ -180,13 +179,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _write_index(directory: Path, lines: Sequence[bytes]) -> list[FileEntry]:
-    """Each tensor is in one slice, so that the shards' lines are those of the index, in the order of the names."""
-    ordered = sorted(lines, key=lambda line: json.loads(line)["name"])
-    offsets, at = [], 0
-    for line in ordered:
-        offsets.append(at)
-        at += len(line)
-    index, table = b"".join(ordered), struct.pack(f"<{len(offsets)}Q", *offsets)
+    index, table = merged(lines)
     _write_small(directory / INDEX, index)
     _write_small(directory / OFFSETS, table)
     return [describe(INDEX, index), describe(OFFSETS, table)]

@@ -1,37 +1,39 @@
 """The index of a checkpoint: which file holds which region of which logical tensor.
 
 Owns: index.jsonl (one line per tensor, sorted by name) and index.offsets (where each line begins), their parts while a
-checkpoint is written, and look-up by name. A reader parses the lines of the tensors it needs, not the whole.
+checkpoint is written, and look-up by name. A reader parses the lines of the tensors it needs, not the whole, and makes
+objects of the slices it needs. Columns are runs [first, step, count] (columns.py); `file` is a shard's number and `at`
+a slice's first byte in it. Slices are sorted by their start.
 
-    {"name":"model/w","dtype":"F32","shape":[8,4],"slices":[{"file":"shard-00000.safetensors","key":"model/w@0,0",
-     "start":[0,0],"shape":[4,4],"at":256}, ...]}      on one line; `at`: first byte of the slice in its file
+    {"name":"model/w","dtype":"F32","shape":[8,4],"slices":{"count":2,"file":[[0,1,2]],"at":[[256,0,2]],
+     "start":[[[0,4,2]],[[0,0,2]]],"shape":[[[4,0,2]],[[4,0,2]]]}}      on one line; start and shape: a column per dim
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import sys
 import zlib
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from heapq import merge
-from itertools import groupby
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...launcher.run.files import to_json
 from ...launcher.run.manifest import INDEX, OFFSETS, FileEntry, InvalidCheckpointError, describe
 from ..box import Box
 from ..storage.base import Target
+from .columns import Column, from_runs, to_runs
 from .entry import DTYPES
 from .segment import Placed
-from .writer import write_file, write_small
+from .writer import shard_name, shard_number, write_file, write_small
 
 _NAME_AT = len('{"name":')
-_SLICES = b',"slices":['
+_SLICES = b',"slices":'
 _READERS = 16  # parts read at a time: each is small, and a file of another node takes a round trip
 
 
@@ -44,7 +46,7 @@ class Stored:
     box: Box
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Line:
     """All that a checkpoint holds of one logical tensor."""
 
@@ -52,7 +54,29 @@ class Line:
     name: str
     dtype: str  # as safetensors writes it
     shape: tuple[int, ...]
-    slices: tuple[Stored, ...]
+    files: Column  # [slices]: number of the shard
+    at: Column  # [slices]: first byte in it
+    starts: Column  # [dims, slices]
+    shapes: Column  # [dims, slices]
+
+    def meeting(self, box: Box) -> list[tuple[Stored, Box]]:
+        """The slices that have elements of `box`, each with the region that they have in common."""
+        if box.numel == 0:
+            return []
+        low, size = (np.array(a, np.int64).reshape(-1, 1) for a in (box.start, box.shape))
+        first = np.maximum(self.starts, low)
+        count = np.minimum(self.starts + self.shapes, low + size) - first
+        hit = np.flatnonzero((count > 0).all(axis=0))
+        rows = zip(
+            self.files[hit].tolist(),
+            self.at[hit].tolist(),
+            *(a[:, hit].T.tolist() for a in (self.starts, self.shapes, first, count)),
+            strict=True,
+        )
+        return [
+            (Stored(shard_name(file), at, Box(tuple(start), tuple(shape))), Box(tuple(a), tuple(n)))
+            for file, at, start, shape, a, n in rows
+        ]
 
 
 def part_name(rank: int) -> str:
@@ -60,17 +84,43 @@ def part_name(rank: int) -> str:
 
 
 def part(file: str, placed: Sequence[Placed]) -> bytes:
-    """One rank's lines, for the slices that it wrote to `file`."""
+    """One rank's lines, for the slices that it wrote to shard `file`: a row [file, at, *start, *shape] for each."""
+    number = shard_number(file)
     lines = []
     for p in sorted(placed, key=lambda p: p.slice.name):
         s = p.slice
-        stored = {"file": file, "key": s.key, "start": list(s.box.start), "shape": list(s.box.shape), "at": p.at}
-        lines.append(to_json(_fields(s.name, DTYPES[s.tensor.dtype], s.shape, [stored])))
+        row = [number, p.at, *s.box.start, *s.box.shape]
+        lines.append(
+            to_json({"name": s.name, "dtype": DTYPES[s.tensor.dtype], "shape": list(s.shape), "slices": [row]})
+        )
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _fields(name: str, dtype: str, shape: Sequence[int], slices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"name": name, "dtype": dtype, "shape": list(shape), "slices": slices}
+def merged(parts: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Index and offsets of a checkpoint whose shards have these lines."""
+    found: dict[str, list[bytes]] = {}  # name: head of its line, rows by rank
+    for data in parts:
+        for line in data.splitlines():
+            head, _, rows = line.rpartition(_SLICES)
+            same = found.setdefault(_name_of(line.decode()), [head])
+            assert same[0] == head, f"ranks differ: {same[0]!r}, {head!r}"
+            same.append(rows.removeprefix(b"[").removesuffix(b"]}"))
+    offsets, index = [], bytearray()
+    for name in sorted(found):
+        offsets.append(len(index))
+        head, *some = found[name]
+        columns = np.array(json.loads(b"[" + b",".join(some) + b"]"), np.int64).T
+        index += head + _SLICES + to_json(_fields(columns)).encode() + b"}\n"
+    return bytes(index), struct.pack(f"<{len(offsets)}Q", *offsets)
+
+
+def _fields(columns: Column) -> dict[str, Any]:
+    """columns: [2 + 2 * dims, slices]"""
+    dims = (len(columns) - 2) // 2
+    # By start, then file: the key that sorts first is the last.
+    columns = columns[:, np.lexsort((columns[0], *columns[2 : 2 + dims][::-1]))]
+    file, at, *rest = [to_runs(c) for c in columns]
+    return {"count": columns.shape[1], "file": file, "at": at, "start": rest[:dims], "shape": rest[dims:]}
 
 
 def merge_parts(directory: Path, digests: Sequence[int]) -> tuple[FileEntry, FileEntry]:
@@ -82,28 +132,22 @@ def merge_parts(directory: Path, digests: Sequence[int]) -> tuple[FileEntry, Fil
     Raises:
         OSError: with the file's name.
     """
-    parts = [_read_part(directory / part_name(rank), digest) for rank, digest in enumerate(digests)]
-    index, offsets = bytearray(), []
-    for name, same in groupby(merge(*parts, key=lambda f: f["name"]), key=lambda f: f["name"]):
-        found = list(same)
-        first = found[0]
-        assert all((f["dtype"], f["shape"]) == (first["dtype"], first["shape"]) for f in found), (
-            f"ranks differ: {found}"
-        )
-        slices = [s for f in found for s in f["slices"]]
-        offsets.append(len(index))
-        index += to_json(_fields(name, first["dtype"], first["shape"], slices)).encode() + b"\n"
-    table = struct.pack(f"<{len(offsets)}Q", *offsets)
-    write_file(directory / INDEX, bytes(index))
+    paths = [directory / part_name(rank) for rank in range(len(digests))]
+    parts = [path.read_bytes() for path in paths]
+    for path, data, digest in zip(paths, parts, digests, strict=True):
+        if zlib.crc32(data) != digest:
+            raise OSError(None, "not what its rank wrote", str(path))
+    index, table = merged(parts)
+    write_file(directory / INDEX, index)
     write_file(directory / OFFSETS, table)
-    for rank in range(len(digests)):
-        (directory / part_name(rank)).unlink()
-    return describe(INDEX, bytes(index)), describe(OFFSETS, table)
+    for path in paths:
+        path.unlink()
+    return describe(INDEX, index), describe(OFFSETS, table)
 
 
 def merge_index(target: Target, digests: Sequence[int], before: Callable[[str], None]) -> tuple[FileEntry, FileEntry]:
     """Merge the ranks' parts into the index of `target`, delete them, and return the manifest's entries for index and
-    offsets. Of a line only the name is parsed: slices of one tensor are put one behind the other as text.
+    offsets.
 
     Args:
         digests: crc32 of each rank's part, from the rank itself: what is read of another's file may be stale.
@@ -112,41 +156,23 @@ def merge_index(target: Target, digests: Sequence[int], before: Callable[[str], 
     Raises:
         OSError: with the file's name; what `before` raises.
     """
-    found: dict[str, list[bytes]] = {}  # name: head of its line, slices by rank
     names = [part_name(rank) for rank in range(len(digests))]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="parts") as pool:
-        for name, digest, data in zip(names, digests, pool.map(target.read, names), strict=True):
-            if zlib.crc32(data) != digest:
-                raise OSError(None, "not what its rank wrote", name)
-            for line in data.splitlines():
-                head, _, slices = line.partition(_SLICES)
-                same = found.setdefault(_name_of(line.decode()), [head])
-                assert same[0] == head, f"ranks differ: {same[0]!r}, {head!r}"
-                same.append(slices.removesuffix(b"]}"))
-    offsets, index = array("Q"), bytearray()
-    for name in sorted(found):
-        offsets.append(len(index))
-        index += found[name][0] + _SLICES + b",".join(found[name][1:]) + b"]}\n"
-    if sys.byteorder == "big":
-        offsets.byteswap()
-    files = {INDEX: bytes(index), OFFSETS: offsets.tobytes()}
-    for name, word in ((INDEX, "index"), (OFFSETS, "offsets")):
+        parts = list(pool.map(target.read, names))
+    for name, digest, data in zip(names, digests, parts, strict=True):
+        if zlib.crc32(data) != digest:
+            raise OSError(None, "not what its rank wrote", name)
+    index, table = merged(parts)
+    for name, word, data in ((INDEX, "index", index), (OFFSETS, "offsets", table)):
         before(word)
-        write_small(target, name, files[name])
+        write_small(target, name, data)
     target.delete(names)
-    return describe(INDEX, files[INDEX]), describe(OFFSETS, files[OFFSETS])
+    return describe(INDEX, index), describe(OFFSETS, table)
 
 
 def _name_of(line: str) -> str:
     name, _ = json.JSONDecoder().raw_decode(line, _NAME_AT)
     return str(name)
-
-
-def _read_part(path: Path, digest: int) -> Iterator[dict[str, Any]]:
-    data = path.read_bytes()
-    if zlib.crc32(data) != digest:
-        raise OSError(None, "not what its rank wrote", str(path))
-    return map(json.loads, data.splitlines())
 
 
 class Index:
@@ -161,27 +187,23 @@ class Index:
 
     def name(self, number: int) -> str:
         """The name in line `number`; the rest of the line is not parsed."""
-        text = self._line(number)
         try:
-            name, _ = json.JSONDecoder().raw_decode(text, _NAME_AT)
+            return _name_of(self._line(number))
         except ValueError as e:
             raise InvalidCheckpointError(f"{self._where}: line {number + 1}: {e}") from e
-        return str(name)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {self.name(number): number for number in range(len(self))}
 
     def find(self, name: str) -> Line | None:
-        """Binary search.
+        """The line of this tensor.
 
         Raises:
             InvalidCheckpointError: a line cannot be read.
         """
-        low, high = 0, len(self)
-        while low < high:
-            middle = (low + high) // 2
-            if self.name(middle) < name:
-                low = middle + 1
-            else:
-                high = middle
-        return self._parse(low) if low < len(self) and self.name(low) == name else None
+        number = self._numbers.get(name)
+        return None if number is None else self._parse(number)
 
     def _line(self, number: int) -> str:
         begin = self._offsets[number]
@@ -191,9 +213,13 @@ class Index:
     def _parse(self, number: int) -> Line:
         try:
             raw = json.loads(self._line(number))
-            slices = tuple(
-                Stored(s["file"], int(s["at"]), Box(tuple(s["start"]), tuple(s["shape"]))) for s in raw["slices"]
+            slices, shape = raw["slices"], tuple(raw["shape"])
+            count = slices["count"]
+            files, at = from_runs(slices["file"], count), from_runs(slices["at"], count)
+            starts, shapes = (
+                np.array([from_runs(runs, count) for runs in slices[key]], np.int64).reshape(len(shape), count)
+                for key in ("start", "shape")
             )
-            return Line(number, raw["name"], raw["dtype"], tuple(raw["shape"]), slices)
+            return Line(number, raw["name"], raw["dtype"], shape, files, at, starts, shapes)
         except (ValueError, KeyError, TypeError) as e:
             raise InvalidCheckpointError(f"{self._where}: line {number + 1}: {e}") from e

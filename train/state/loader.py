@@ -69,8 +69,7 @@ def _difference(e: Entry, line: Line | None) -> str | None:
 
 
 def _pieces(e: Entry, line: Line) -> list[Piece]:
-    met = ((s, s.box.intersect(e.box)) for s in line.slices)
-    pieces = [Piece(e, s, region) for s, region in met if region is not None]
+    pieces = [Piece(e, stored, region) for stored, region in line.meeting(e.box)]
     found = sum(p.region.numel for p in pieces)
     if found != e.box.numel:
         raise InvalidCheckpointError(f"index: {e.name}: {found} elements of {e.box}, expected {e.box.numel}")

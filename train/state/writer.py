@@ -24,6 +24,13 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
+def shard_number(name: str) -> int:
+    """Of a shard's file."""
+    number = int(name.removeprefix("shard-").removesuffix(".safetensors"))
+    assert shard_name(number) == name, name
+    return number
+
+
 def sidecar_name(number: int) -> str:
     return f"shard-{number:05d}.crc32"
 

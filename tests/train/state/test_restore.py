@@ -81,12 +81,18 @@ def test_index_has_a_line_per_tensor_and_where_each_begins(run: RunDir) -> None:
     lines = [json.loads(line) for line in index.splitlines()]
     assert [line["name"] for line in lines] == sorted(e.name for e in make_entries(0))
     assert lines[6]["name"] == "model/wq"
-    at = lines[6]["slices"][0].pop("at")
+    [[at, step, count]] = lines[6]["slices"].pop("at")
+    assert (step, count) == (0, 1)
     assert lines[6] == {
         "name": "model/wq",
         "dtype": "F32",
         "shape": [100, 1000],
-        "slices": [{"file": "shard-00000.safetensors", "key": "model/wq", "start": [0, 0], "shape": [100, 1000]}],
+        "slices": {
+            "count": 1,
+            "file": [[0, 0, 1]],
+            "start": [[[0, 0, 1]], [[0, 0, 1]]],
+            "shape": [[[100, 0, 1]], [[1000, 0, 1]]],
+        },
     }
     shard = (directory / "shard-00000.safetensors").read_bytes()
     assert shard[at : at + 400_000] == make_entries(0)[1].tensor.numpy().tobytes()
@@ -114,7 +120,12 @@ def test_any_box_loads_from_any_boxes(run: RunDir) -> None:
 def _join_lines(directory: Path, name: str) -> None:
     """Make one tensor of all lines of the index."""
     lines = [json.loads(line) for line in (directory / INDEX).read_bytes().splitlines()]
-    _rewrite_index(directory, lines[0] | {"name": name, "slices": [s for one in lines for s in one["slices"]]})
+    slices = {"count": len(lines)}
+    for key in ("file", "at"):
+        slices[key] = [run for one in lines for run in one["slices"][key]]
+    for key in ("start", "shape"):
+        slices[key] = [[run for one in lines for run in one["slices"][key][dim]] for dim in (0, 1)]
+    _rewrite_index(directory, lines[0] | {"name": name, "slices": slices})
 
 
 def _rewrite_index(directory: Path, line: dict[str, Any]) -> None:
@@ -128,22 +139,29 @@ def _rewrite_index(directory: Path, line: dict[str, Any]) -> None:
     replace(manifest, files=tuple(files)).write(directory)
 
 
+def _slices(**columns: Any) -> dict[str, Any]:
+    """One slice of four elements."""
+    good = {"count": 1, "file": [[0, 0, 1]], "at": [[0, 0, 1]], "start": [[[0, 0, 1]]], "shape": [[[4, 0, 1]]]}
+    return {"slices": good | columns}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"slices": []}, "0 elements"),
-        ({"slices": [{"file": "other", "start": [0], "shape": [4], "at": 0}]}, "other: the manifest does not name it"),
-        ({"slices": [{"file": "shard-00000.safetensors", "start": [0], "shape": [4], "at": 10**6}]}, "reaches beyond"),
-        ({"slices": [{"file": "index.jsonl", "start": [0], "shape": [4], "at": 0}]}, "has no block checksums"),
-        ({"slices": [{"file": "shard-00000.safetensors"}]}, "line 1"),
+        (_slices(count=0, file=[], at=[], start=[[]], shape=[[]]), "0 elements"),
+        (_slices(file=[[7, 0, 1]]), "shard-00007.safetensors: the manifest does not name it"),
+        (_slices(at=[[10**6, 0, 1]]), "reaches beyond"),
+        (_slices(at=[[-8, 0, 1]]), "two slices at byte -8"),
+        (_slices(count=2, file=[[0, 0, 2]], at=[[0, 0, 2]], start=[[[0, 2, 2]]], shape=[[[2, 0, 2]]]), "two slices"),
+        (_slices(at=[[0, 0, 2]]), "line 1: runs of other than 1 values"),
+        (_slices(start=[]), "line 1"),
+        ({"slices": []}, "line 1"),
     ],
 )
 def test_an_index_that_makes_no_sense_is_a_damaged_checkpoint(run: RunDir, change: dict[str, Any], said: str) -> None:
     job = make_job(run, 1)
     job.checkpointer().save(1, [Entry.whole("w", torch.ones(4))], {})
-    _rewrite_index(
-        run.checkpoint(CheckpointName(1, 1)), {"name": "w", "dtype": "F32", "shape": [4], "slices": []} | change
-    )
+    _rewrite_index(run.checkpoint(CheckpointName(1, 1)), {"name": "w", "dtype": "F32", "shape": [4]} | change)
     with pytest.raises(NoValidCheckpointError, match=said):
         job.checkpointer().restore([Entry.whole("w", torch.ones(4))])
 
