@@ -20,7 +20,7 @@ from .run.chosen import NOTATION, find_checkpoint
 from .run.manifest import INDEX, InvalidCheckpointError, Manifest, check_sizes, read_manifest
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
 from .run.retention import validation_of
-from .run.verification import nbytes_of, verified_at
+from .run.verification import expanded, nbytes_of, verified_at
 from .status import duration
 
 EPILOG = """examples:
@@ -145,7 +145,7 @@ def _table(tensors: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [("TENSOR", "DTYPE", "SHAPE", "SIZE", "SLICES")]
     for t in tensors:
         shape = "x".join(map(str, t["shape"])) or "scalar"
-        rows.append((t["name"], t["dtype"], shape, amount(nbytes_of(dict(t))), str(len(t["slices"]))))
+        rows.append((t["name"], t["dtype"], shape, amount(nbytes_of(dict(t))), str(t["slices"]["count"])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -175,7 +175,8 @@ def _as_json(
     }
     if listed is not None:
         plain["tensors"] = [
-            {key: t[key] for key in ("name", "dtype", "shape")} | {"bytes": nbytes_of(dict(t)), "slices": t["slices"]}
+            {key: t[key] for key in ("name", "dtype", "shape")}
+            | {"bytes": nbytes_of(dict(t)), "slices": expanded(dict(t))}
             for t in listed
         ]
     return plain

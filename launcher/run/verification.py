@@ -129,8 +129,25 @@ def _lines(index: bytes | None) -> list[dict[str, Any]] | None:
 def slices_of(line: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     """(file, first byte, bytes) of each slice of a line of the index."""
     width = _SIZES.get(line["dtype"], 1)
-    for s in line["slices"]:
-        yield s["file"], int(s["at"]), prod(s["shape"]) * width
+    for s in expanded(line):
+        yield s["file"], s["at"], prod(s["shape"]) * width
+
+
+def expanded(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The slices of a line of the index one by one: file, at (first byte in it), start and shape in the tensor.
+
+    The line has columns of runs [first, step, count]; see stoker.train.state.index.
+    """
+    s, dims = line["slices"], len(line["shape"])
+    columns = [_column(runs) for runs in (s["file"], s["at"], *s["start"], *s["shape"])]
+    return [
+        {"file": f"shard-{file:05d}.safetensors", "at": at, "start": rest[:dims], "shape": rest[dims:]}
+        for file, at, *rest in zip(*columns, strict=True)
+    ]
+
+
+def _column(runs: Iterable[tuple[int, int, int]]) -> list[int]:
+    return [first + step * i for first, step, count in runs for i in range(count)]
 
 
 def nbytes_of(line: dict[str, Any]) -> int:

@@ -20,12 +20,12 @@ def make_checkpoint(run: RunDir, step: int, attempt: int = 1, loss: Any = None, 
     directory.mkdir(parents=True)
     shard = bytes(step % 251 for _ in range(1000)) + bytes(SIZE - 1000)
     lines = [
-        {"name": "model/early", "dtype": "F32", "shape": [10, 3], "slices": [piece("model/early", [10, 3], 1024)]},
+        {"name": "model/early", "dtype": "F32", "shape": [10, 3], "slices": piece([10, 3], 1024)},
         {
             "name": "optim/exp_avg/late",
             "dtype": "BF16",
             "shape": [20],
-            "slices": [piece("optim/exp_avg/late", [20], SIZE - 40)],
+            "slices": piece([20], SIZE - 40),
         },
     ]
     index, offsets = b"", []
@@ -61,8 +61,10 @@ def make_checkpoint(run: RunDir, step: int, attempt: int = 1, loss: Any = None, 
     return directory
 
 
-def piece(name: str, shape: list[int], at: int) -> dict[str, Any]:
-    return {"file": "shard-00000.safetensors", "key": name, "start": [0] * len(shape), "shape": shape, "at": at}
+def piece(shape: list[int], at: int) -> dict[str, Any]:
+    """One slice in the first shard, as columns of runs."""
+    start, sizes = [[[0, 0, 1]] for _ in shape], [[[n, 0, 1]] for n in shape]
+    return {"count": 1, "file": [[0, 0, 1]], "at": [[at, 0, 1]], "start": start, "shape": sizes}
 
 
 def flip(path: Path, at: int) -> None:
