@@ -66,7 +66,7 @@ class PosixTarget:
 
     def _check_room(self) -> None:
         total, shards = self.spec["total"], self.spec["shards"]
-        check_room(self._folder, total, 2 * shards + 4)
+        check_room(self._folder, total, 3 * shards + 5)  # parts of the index too
         if site := self._site():
             lustre.check_targets(self._folder, site.targets, total, shards, self.spec["stripes"])
             try:
