@@ -9,8 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class FileSystem(Enum):
@@ -51,6 +56,7 @@ _MAGIC = {
     0x2FC12FC1: FileSystem.local,  # zfs
     0x794C7630: FileSystem.local,  # overlayfs
 }
+_PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 12.8)  # seconds; 64 together
 _STATFS_BYTES = 512  # more than struct statfs has anywhere
 
 
@@ -67,6 +73,23 @@ def _magic(directory: Path) -> int:
         return 0
     # Its first member, a machine word, is the type.
     return ctypes.c_ulong.from_buffer(buffer).value & 0xFFFFFFFF if found == 0 else 0
+
+
+def patiently(work: Callable[[], _T], kind: FileSystem) -> _T:
+    """What `work` returns. On a file system of other nodes, a file that is not there is asked for again for about a
+    minute: NFS keeps names and attributes for up to that long (nfs(5): acdirmax).
+
+    Raises:
+        OSError: the last one.
+    """
+    for pause in _PAUSES if kind.is_shared else ():
+        try:
+            return work()
+        except OSError as e:
+            if e.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        time.sleep(pause)
+    return work()
 
 
 def with_margin(size: int) -> int:

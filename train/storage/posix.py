@@ -24,7 +24,7 @@ from ..state.source import ByteSource, FileSource
 from . import lustre
 from .base import LastCheck, nothing
 from .direct import NewFile
-from .filesystem import FileSystem, check_room, file_system
+from .filesystem import FileSystem, check_room, file_system, patiently
 
 _UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-(g\d{4,}-[0-9a-f]+)")
 
@@ -107,11 +107,11 @@ class PosixTarget:
     def read(self, file: str) -> bytes:
         path = self._directory / file
         with naming(path):
-            return path.read_bytes()
+            return patiently(path.read_bytes, self._kind)
 
     def delete(self, files: Sequence[str]) -> None:
         for file in files:
-            (self._directory / file).unlink()
+            (self._directory / file).unlink(missing_ok=True)  # NFS asks again when an answer was lost
 
     def publish(self, manifest: Manifest, last_check: LastCheck = nothing) -> None:
         """If a whole checkpoint has that name already, that one stays and this one goes.
