@@ -9,6 +9,8 @@ from typing import Any
 from ..launcher.run.attempts import Fence
 from ..launcher.run.layout import AttemptDir, RunDir
 from .pulse import Pulse
+from .state.persist import Persister
+from .state.segment import Memory
 
 Report = Callable[..., None]  # report("checkpoint_saved", step=..., seconds=...)
 
@@ -28,3 +30,6 @@ class RunContext:
     fence: Fence
     pulse: Pulse
     report: Report = field(default=_silent)
+    # The state segments and the way to the node's writer, which outlive a pass of the worker; None: own ones.
+    memories: tuple[Memory, Memory] | None = None
+    persister: Persister | None = None

@@ -50,8 +50,8 @@ from .parallel.stages import describe
 from .profile import StepProfile
 from .progress import Progress, Totals
 from .routing import Routing
+from .saving import Saving
 from .schedule import LearningRate
-from .state.checkpointer import Checkpointer, SaveFailedError
 from .state.entry import Entry
 
 BAD_STEPS = 5  # so many in a row, and the run has diverged
@@ -85,11 +85,10 @@ class Trainer:
         self.routing = Routing(self.model, config.model, self.table, grid)
         self.engine = build_engine(config, grid, stages, self.queue, context.pulse, self.clock)
         self.schedule = LearningRate.of(config.optim, config.train.steps)
-        self.checkpointer = Checkpointer(context, grid, config.checkpoint.keep)
         self.progress = Progress()
+        self.saving = Saving(config, grid, context, self.clock, self._snapshot)
         self.profile: StepProfile | None = None
         self.data: TrainingData | None = None
-        self._saved_step: int | None = None
         self._is_first = True
         self._routing_figures: RoutingFigures | None = None
         self._log = StepLog(config.train.steps)
@@ -133,16 +132,19 @@ class Trainer:
             stop = pulse.boundary(self.progress.step)
             if stop is not None:
                 if stop.save:
-                    self._save()
-                return Ended(False, self.progress.step, self._saved_step)
+                    self.saving.now(self.progress.step, bool(self.progress.bad_steps), is_urgent=True)
+                self.saving.finish()
+                return Ended(False, self.progress.step, self.saving.saved_step)
             self.step()
         if self.config.checkpoint.at_end:
             self._save_last()
+        self.saving.finish()
         pulse.enter(Phase.DONE)
-        return Ended(True, self.progress.step, self._saved_step)
+        return Ended(True, self.progress.step, self.saving.saved_step)
 
     def close(self) -> None:
         """End threads, close files. Safe after an error, and twice."""
+        self.saving.close()
         self.queue.clear()
         self.data_parallel.close()
         if self.profile is not None:
@@ -200,20 +202,23 @@ class Trainer:
         with self.clock.measure("communication"):
             self.data_parallel.finish()
         with self.clock.measure("optimizer"):
-            numbers = torch.cat([totals, self.data_parallel.squared_norm().reshape(1), self.routing.sums()])
+            square, saves = self.data_parallel.squared_norm().reshape(1), self.saving.numbers()
+            numbers = torch.cat([totals, square, saves, self.routing.sums()])
             self.grid.world.all_reduce(numbers)
-            numbers = torch.cat([numbers[:3], self.routing.figures(numbers[3:])])
+            numbers = torch.cat([numbers[:6], self.routing.figures(numbers[6:])])
         # The one place in a step that waits for the device: whether to update is decided by these numbers. What a GPU
         # is still busy with then is the backward pass.
         with self.clock.measure("forward_backward"):
-            loss, tokens, square, *routing = numbers.tolist()
-        step_totals = Totals(loss, int(tokens), sqrt(square) if square >= 0 else square)
+            loss, tokens, norm, done, failed, due, *routing = numbers.tolist()
+        step_totals = Totals(loss, int(tokens), sqrt(norm) if norm >= 0 else norm)
+        self.saving.settle()
         with self.clock.measure("optimizer"):
             rate = self.schedule.rate(self.progress.step + 1)
             self._commit(step_totals, rate)
             self.data_parallel.publish()
         self._routing_figures = RoutingFigures.of(routing, step_totals.tokens)
         self._after_step(step_totals, rate, time.perf_counter() - began)
+        self.saving.boundary(self.progress.step, bool(self.progress.bad_steps), (done, failed, due))
 
     def _next_batch(self) -> Batch:
         assert self.data is not None
@@ -246,6 +251,7 @@ class Trainer:
         progress, train = self.progress, self.config.train
         if self._is_first:
             self._report("first_step", step=progress.step)
+            self.saving.prepare()
             self._is_first = False
         eval_loss = None
         if train.eval_interval and progress.step % train.eval_interval == 0:
@@ -254,14 +260,12 @@ class Trainer:
             self._write_metrics(totals, rate, seconds, eval_loss)
         if totals.problem is not None:
             self._bad_step(totals.problem)
-        interval = self.config.checkpoint.interval
-        if interval and progress.step % interval == 0:
-            self._save()
 
     def _bad_step(self, problem: str) -> None:
         progress = self.progress
         self._report("bad_step", step=progress.step, reason=problem, in_a_row=progress.bad_steps)
         if progress.bad_steps >= BAD_STEPS:
+            self.saving.finish()
             raise DivergedError(
                 f"step {progress.step}: {problem}, for the {progress.bad_steps}th step in a row; the newest checkpoint "
                 "is from before. Lower optim.lr, lengthen optim.warmup_steps, or look at the data of these steps"
@@ -275,6 +279,7 @@ class Trainer:
         loss = evaluate(self.engine, self.data.validation, self.grid, self.context.pulse)
         seconds = round(time.perf_counter() - began, 3)
         self._report("eval", step=self.progress.step, loss=loss if isfinite(loss) else None, seconds=seconds)
+        self.progress.validation = {"step": self.progress.step, "loss": loss} if isfinite(loss) else None
         return loss
 
     def _report(self, event: str, **fields: Any) -> None:
@@ -305,44 +310,26 @@ class Trainer:
 
     # Checkpoints.
 
-    def _save(self) -> str | None:
-        """Save, unless this very step is saved already. Returns why it was not, the same on all ranks.
-
-        After a bad step nothing is saved: whether the weights are sound shows only in the next good step.
-        """
+    def _snapshot(self) -> tuple[int, list[Entry], dict[str, Any]]:
         assert self.data is not None
-        progress = self.progress
-        if progress.step == self._saved_step:
-            return None
-        if progress.bad_steps:
-            self._report("checkpoint_skipped", step=progress.step, reason="the step was bad")
-            return f"step {progress.step} was bad"
-        self.context.pulse.enter(Phase.SAVE)
-        with self.clock.measure("save"):
-            try:
-                state = progress.to_state(self.config, self.data.fingerprints)
-                self.checkpointer.save(progress.step, self.entries(), state)
-            except SaveFailedError as e:  # reported by the checkpointer; the older checkpoints are as they were
-                return str(e)
-            self._saved_step = progress.step
-            self.checkpointer.prune()
-        return None
+        return self.progress.step, self.entries(), self.progress.to_state(self.config, self.data.fingerprints)
 
     def _save_last(self) -> None:
-        problem = self._save()
+        is_bad = bool(self.progress.bad_steps)
+        problem = self.saving.now(self.progress.step, is_bad, is_urgent=False)
         if problem is not None:
-            kind = DivergedError if self.progress.bad_steps else StorageError
+            kind = DivergedError if is_bad else StorageError
             raise kind(f"the run is done, but its last state is not saved: {problem}")
 
     def _restore_and_open(self) -> None:
         """Weights and progress from the newest checkpoint, then the data from where it stood."""
-        restored = self.checkpointer.restore(self.entries())
+        restored = self.saving.checkpointer.restore(self.entries())
         fingerprints = None
         if restored is not None:
             self.data_parallel.publish()
             fingerprints = restored.manifest.state["data"]
             self.progress, changed = Progress.from_state(restored.manifest.state, self.config)
-            self._saved_step = self.progress.step
+            self.saving.saved_step = self.progress.step
             if changed:
                 self._report("settings_changed", step=self.progress.step, changes=changed)
         elif self.config.model.init_from is not None:

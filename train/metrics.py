@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..launcher.run.files import append_line, to_json
 
-PARTS = ("data", "forward_backward", "communication", "optimizer", "save")
+PARTS = ("data", "forward_backward", "communication", "optimizer", "save_wait", "save")
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -78,7 +78,9 @@ class StepMetrics:
     step_seconds: float  # on this rank; without saves and validation
     mfu: float | None
     memory_gib: float  # of this rank
-    parts: dict[str, float] = field(default_factory=dict)  # seconds on this rank; `save` lies outside step_seconds
+    parts: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds on this rank; `save` lies outside step_seconds, `save_wait` within
     eval_loss: float | None = None
     bubble: float | None = None  # part of the passes' time in which this rank waited for others of its pipeline
     routing: RoutingFigures | None = None

@@ -23,6 +23,7 @@ class Progress:
     consumed_samples: int = 0
     consumed_tokens: int = 0  # targets that counted
     bad_steps: int = 0  # skipped in a row, up to now; 0 in every checkpoint
+    validation: dict[str, Any] | None = None  # the last one up to now: its `step`, and its `loss`, which is finite
 
     def to_state(self, config: Config, fingerprints: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """For the checkpoint's manifest: JSON all the way down."""
@@ -42,7 +43,7 @@ class Progress:
                 "would change; set it back, or start a new run"
             )
         changed = [f"{k}: {was.get(k)} -> {now.get(k)}" for k in sorted({*was, *now}) if was.get(k) != now.get(k)]
-        return Progress(**{name: state[name] for name in asdict(Progress())}), changed
+        return Progress(**{name: state.get(name, default) for name, default in asdict(Progress()).items()}), changed
 
 
 def settings(config: Config) -> dict[str, Any]:

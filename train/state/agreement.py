@@ -32,10 +32,10 @@ def exchange(grid: Grid, work: Callable[[], Status]) -> list[Status]:
     except SupersededError as e:
         status = {"superseded": str(e)}
     except (InvalidCheckpointError, MemoryError) as e:
-        status = {"error": f"{_place(grid)}: {str(e) or 'out of memory'}"}
+        status = {"error": f"{place(grid)}: {str(e) or 'out of memory'}"}
     except OSError as e:
         what = e.strerror if e.filename is None else f"{e.filename}: {e.strerror}"
-        status = {"error": f"{_place(grid)}: {what}"}
+        status = {"error": f"{place(grid)}: {what}"}
     return grid.control.all_gather_json(status)
 
 
@@ -54,5 +54,5 @@ def summary(items: Sequence[str]) -> str:
     return "; ".join(items[:SHOWN]) + more
 
 
-def _place(grid: Grid) -> str:
+def place(grid: Grid) -> str:
     return f"rank {grid.rank} on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"

@@ -1,173 +1,268 @@
-"""Saving, restoring and retention of checkpoints, by all ranks together.
+"""Saving and restoring by all ranks together, while they train on.
 
-Owns: the order of steps and the agreement among ranks: either all return, or all raise the same error. Does not own:
-when to save (the loop), whether the state is worth saving (never one that is not finite), or bytes (the other modules).
+Owns: one save in flight, its states, and the agreement among ranks: all see the same outcome at the same boundary. Does
+not own: when to save (train/saving.py), whether the state is worth saving (never one that is not finite), copying
+(packing.py) or writing (whoever is the persister).
+
+    begin -> written everywhere? (counts in the step's own reduction) -> rank 0: published? -> ended
 """
 
 from __future__ import annotations
 
+import socket
 import time
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from ...conf.schema import CheckpointConfig
 from ...launcher.run.attempts import SupersededError
-from ...launcher.run.failpoints import failpoint
-from ...launcher.run.files import fsync_dir, naming, to_json
+from ...launcher.run.files import to_json
+from ...launcher.run.heartbeat import Phase
 from ...launcher.run.layout import CheckpointName
-from ...launcher.run.manifest import FileEntry, Manifest, check_sizes
-from ...launcher.run.retention import Retention, look_at
+from ...launcher.run.retention import Retention
 from ..context import RunContext
 from ..grid import Grid
-from .agreement import Status, errors, exchange, summary
-from .entry import Entry, check, plan
-from .folder import is_plausible, publish, remove, sweep, unfinished_name
-from .index import merge_parts, part, part_name
+from ..storage.choice import shelf_of
+from .agreement import Status, errors, exchange, place, summary
+from .entry import Entry
+from .packing import Copies, Packer, Planner, Shard, Staging
+from .persist import Answer, Part, Persister
+from .persist_local import LocalPersister
 from .restorer import Restored, Restorer
-from .segment import Segments
-from .writer import write_shard
+from .segment import Memory, populate
+from .staging import available_bytes, choose
+
+_LOOK = 1.0  # seconds a rank waits for its own writer before it asks the others again
+
+_PATIENCE = 2.0  # seconds for publishing, when a pass ends before it is known to be done
 
 
 class SaveFailedError(Exception):
     """No checkpoint was published; all ranks raise it alike. Older checkpoints are as they were: a run may go on."""
 
 
-class Checkpointer:
-    """One per trainer; all ranks call `save` and `restore` together. `prune` leaves the `keep` newest valid ones."""
+@dataclass(frozen=True)
+class Ended:
+    """What became of a save, the same on all ranks. `problem`: None if it is a checkpoint."""
 
-    def __init__(self, context: RunContext, grid: Grid, keep: int) -> None:
-        self._context, self._grid, self._keep = context, grid, keep
-        self._folder = context.run.checkpoints
-        self._segments = Segments()
+    step: int
+    problem: str | None
+
+
+@dataclass(eq=False)
+class _Save:
+    """The save in flight."""
+
+    name: CheckpointName
+    job: int
+    state: dict[str, Any]
+    packer: Packer
+    began: float  # time.monotonic()
+    size: int  # bytes of all shards
+    stall: float = 0.0  # seconds of training that `begin` took
+    waited: float = 0.0  # seconds that `settle` took
+    written: dict[str, Any] | None = None  # this rank's part is on stable storage
+    all_written: list[Status] = field(default_factory=list)
+    is_publishing: bool = False
+    published: dict[str, Any] | None = None  # rank 0
+    problem: str | None = None
+    superseded: str | None = None
+
+
+class Checkpointer:
+    """One per trainer; all ranks call the same methods in the same order. At most one save is in flight."""
+
+    def __init__(self, context: RunContext, grid: Grid, settings: CheckpointConfig, timeout: float = 1800.0) -> None:
+        """`timeout`: seconds after which a save that is not done has failed."""
+        self._context, self._grid, self._settings, self._timeout = context, grid, settings, timeout
+        self._shelf = shelf_of(context.run, settings)
+        self._planner = Planner(grid.rank)
+        self._shard: Shard | None = None
+        self._staging: Staging | None = None
+        self._total = 0  # bytes of all ranks' shards
+        self._copies: dict[tuple[int, int], Copies] = {}
+        self._own: tuple[tuple[Memory, Memory], Persister] | None = None
+        self._count, self._next = 0, 0
+        self._save: _Save | None = None
         self._proven: set[CheckpointName] = set()  # written or read whole by this process, the same on all ranks
         self._restorer = Restorer(context, grid)
 
-    # ---- save
+    # ---- one save, piece by piece
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step that is being saved."""
+        return None if self._save is None else self._save.name.step
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether all of the save in flight is written, and only its name is missing."""
+        return self._save is not None and self._save.is_publishing
+
+    def prepare(self, entries: Sequence[Entry]) -> None:
+        """Plan the saves of these entries and fetch their memory, so that the first one stalls no longer than the next.
+
+        Raises:
+            PeerLostError: another rank is gone.
+            ValueError: two entries with one name, or entries that share memory.
+        """
+        if self._plan(entries):
+            assert self._staging is not None
+            memories, _ = self._means()
+            with suppress(OSError, MemoryError):  # the first save will say so
+                for memory in memories:
+                    memory.reserve(self._staging.capacity)
+                populate(memories)
+
+    def begin(self, step: int, entries: Sequence[Entry], state: dict[str, Any]) -> bool:
+        """Save the state after `step` optimizer steps. The tensors may change once `settle` has returned.
+
+        False if this process saved or restored that very checkpoint: it is not written again. `state`: plain JSON
+        values, the same on all ranks. What storage refuses is told by `advance`.
+
+        Raises:
+            ValueError: two entries with one name, entries that share memory, state that is not JSON.
+            PeerLostError: another rank is gone.
+        """
+        assert self._save is None, "one save at a time"
+        began = time.monotonic()
+        to_json(state)
+        name = CheckpointName(step, self._context.attempt.number)
+        if name in self._proven:
+            return False
+        self._plan(entries)
+        assert self._shard is not None
+        assert self._staging is not None
+        memories, persister = self._means()
+        self._count += 1
+        token = f"g{self._context.generation:04d}-{self._count:08x}"
+        part = Part(
+            job=(self._context.generation << 20) + self._count,
+            spec=self._shelf.spec(name, token, self._total, self._grid.world_size),
+            rank=self._grid.rank,
+            step=step,
+            attempt=name.attempt,
+            generation=self._context.generation,
+            size=self._shard.size,
+            lines=len(self._shard.lines),
+        )
+        packer = Packer(self._shard, self._staging, self._next, memories, self._copies)
+        self._save = _Save(name, part.job, state, packer, began, self._total)
+        is_whole, device = self._staging.is_whole, self._grid.device
+        if is_whole:
+            self._next = 1 - self._next
+        if is_whole and device.type != "cuda":
+            packer.run(persister, part)
+        else:
+            packer.start(persister, part, device)
+        self._save.stall = time.monotonic() - began
+        return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all tensors of the save in flight are copied: they may change."""
+        return self._save is None or self._save.packer.is_done
+
+    def settle(self) -> None:
+        """Wait for that: before anything changes them."""
+        save = self._save
+        if save is None or self.is_settled:
+            return
+        began = time.monotonic()
+        self._context.pulse.enter(Phase.SAVE)
+        save.packer.wait()
+        self._context.pulse.enter(Phase.STEP)
+        save.waited += time.monotonic() - began
+
+    def counts(self) -> tuple[int, int]:
+        """(done, failed) of this rank, for `advance`: summed over all ranks in a reduction that a step makes anyway."""
+        save = self._save
+        if save is None or not save.packer.is_done:
+            return 0, 0
+        self._take(self._means()[1].poll())
+        return self._counted()
+
+    def advance(self, done: int, failed: int) -> Ended | None:
+        """Go on with the save in flight by what all ranks said together; whether it has ended.
+
+        Raises:
+            SupersededError: a later attempt has begun; on all ranks alike.
+            PeerLostError: another rank is gone.
+        """
+        save = self._save
+        if save is None:
+            return None
+        if failed:
+            return self._failed(save)
+        if save.is_publishing:
+            return self._saved(save) if done else None
+        if done == self._grid.world_size:
+            save.all_written = self._grid.control.all_gather_json(save.written)
+            save.is_publishing = True
+            if self._is_first:
+                self._means()[1].publish(save.job, self._request(save))
+        return None
+
+    def finish(self) -> Ended | None:
+        """Wait for the end of the save in flight. Raises as `advance`."""
+        ended = None
+        if self._save is not None:
+            self._context.pulse.enter(Phase.SAVE)
+        while self._save is not None:
+            self._save.packer.wait()
+            if not any(self.counts()) and (self._is_first or not self._save.is_publishing):
+                self._take(self._means()[1].wait(_LOOK))
+            counts = torch.tensor(self._counted(), dtype=torch.int64)
+            done, failed = self._grid.control.all_reduce(counts).tolist()
+            ended = self.advance(done, failed)
+        return ended
+
+    def abandon(self) -> None:
+        """Leave the save in flight: it becomes no checkpoint. On one rank alone too, before the pass ends."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.packer.cancel()
+            self._means()[1].abandon(save.job)
 
     def save(self, step: int, entries: Sequence[Entry], state: dict[str, Any]) -> CheckpointName:
-        """Publish the state after `step` optimizer steps; on stable storage when this returns.
-
-        `state`: plain JSON values, the same on all ranks. What this process saved or restored is not written again.
+        """`begin` and `finish`: on stable storage when this returns.
 
         Raises (on all ranks the same):
             SaveFailedError: storage refused; names rank, node, file and error.
-            SupersededError: a later attempt has begun.
-            PeerLostError: another rank is gone.
-            ValueError: two entries with one name, entries that share memory, state that is not JSON.
+            Others as `begin` and `advance`.
         """
-        began = time.monotonic()
-        check(entries)
-        to_json(state)
-        name = CheckpointName(step, self._context.attempt.number)
-        unfinished = self._together(name, lambda: self._begin(name) if self._is_first else {})[0]["directory"]
-        if unfinished is None:
-            return name
-        try:
-            written = self._together(name, lambda: self._write(name, unfinished, entries))
-            self._together(name, lambda: self._finish(name, unfinished, written, state) if self._is_first else {})
-        except BaseException:
-            if self._is_first:
-                self._discard(unfinished)
-            raise
-        self._proven.add(name)
-        self._restorer.rejected.discard(name)
-        if self._is_first:
-            slowest = max(range(len(written)), key=lambda rank: written[rank]["seconds"])
-            self._context.report(
-                "checkpoint_saved",
-                step=step,
-                seconds=round(time.monotonic() - began, 3),
-                bytes=sum(w["shard"]["size"] for w in written),
-                slowest_rank=slowest,
-                slowest_seconds=written[slowest]["seconds"],
-            )
-        return name
+        if self.begin(step, entries, state):
+            ended = self.finish()
+            assert ended is not None
+            if ended.problem is not None:
+                raise SaveFailedError(ended.problem)
+        return CheckpointName(step, self._context.attempt.number)
 
-    @property
-    def _is_first(self) -> bool:
-        return self._grid.rank == 0
+    def close(self) -> None:
+        """Abandon what is in flight, and give back what is this object's. Safe after an error, and twice.
 
-    def _together(self, name: CheckpointName, work: Callable[[], Status]) -> list[Status]:
-        """Run `work` on every rank and exchange what it returns; if it failed anywhere, raise the same everywhere."""
-        statuses = exchange(self._grid, work)
-        superseded = [s["superseded"] for s in statuses if "superseded" in s]
-        if superseded:
-            raise SupersededError(superseded[0])
-        if errors(statuses):
-            error = f"checkpoint {name} not saved: {summary(errors(statuses))}"
-            if self._is_first:
-                self._context.report("checkpoint_failed", step=name.step, error=error)
-            raise SaveFailedError(error)
-        return statuses
-
-    def _begin(self, name: CheckpointName) -> Status:
-        """Rank 0: the directory to write to, or None if the checkpoint is there already."""
-        self._context.fence.check()
-        if name in self._proven and is_plausible(self._context.run.checkpoint(name)):
-            return {"directory": None}
-        if not self._folder.is_dir():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            fsync_dir(self._folder.parent)
-        unfinished = unfinished_name(name, self._context.generation)
-        (self._folder / unfinished).mkdir()
-        return {"directory": unfinished}
-
-    def _write(self, name: CheckpointName, unfinished: str, entries: Sequence[Entry]) -> Status:
-        """Every rank: its shard, sidecar and part of the index."""
-        began = time.monotonic()
-        directory, rank = self._folder / unfinished, self._grid.rank
-        segment = self._segments.pack(plan(entries))
-        shard, sidecar = write_shard(
-            directory,
-            rank,
-            segment,
-            lambda: failpoint("checkpoint.write", rank=rank, step=name.step, attempt=name.attempt),
-        )
-        lines = part(shard.name, segment.placed)
-        with naming(directory / part_name(rank)):
-            (directory / part_name(rank)).write_bytes(lines)  # not synced: merged, checked and deleted by rank 0
-        fsync_dir(directory)
-        seconds = round(time.monotonic() - began, 3)
-        return {"shard": asdict(shard), "sidecar": asdict(sidecar), "part": zlib.crc32(lines), "seconds": seconds}
-
-    def _finish(
-        self, name: CheckpointName, unfinished: str, written: Sequence[Status], state: dict[str, Any]
-    ) -> Status:
-        """Rank 0: index, manifest, and the rename that makes it a checkpoint."""
-        directory, target = self._folder / unfinished, self._context.run.checkpoint(name)
-        try:
-            files = [FileEntry(**w[kind]) for w in written for kind in ("shard", "sidecar")]
-            files += merge_parts(directory, [w["part"] for w in written])
-            failpoint("checkpoint.manifest", step=name.step, attempt=name.attempt)
-            manifest = Manifest(
-                run=self._context.run_id,
-                step=name.step,
-                attempt=name.attempt,
-                generation=self._context.generation,
-                time=time.time(),
-                layout=self._grid.sizes,
-                state=state,
-                files=tuple(files),
-            )
-            manifest.write(directory)
-            check_sizes(directory, manifest)
-            self._context.fence.check()
-            # Who is frozen here and goes on after a later attempt began publishes under its own number, or finds the
-            # directory gone.
-            failpoint("checkpoint.publish", step=name.step, attempt=name.attempt)
-            publish(directory, target)
-            fsync_dir(self._folder)
-        finally:
-            # Also on an error: a later attempt clears our directory away, and that is no fault of the storage.
-            self._context.fence.check()
-        return {}
-
-    def _discard(self, unfinished: str) -> None:
-        try:
-            remove(self._folder / unfinished)
-        except OSError as e:
-            self._context.report("checkpoint_leftover", name=unfinished, error=str(e))
+        What only lacks its name gets a moment for that: ranks that lost a peer go on from there.
+        """
+        save = self._save
+        if save is not None and save.is_publishing and self._is_first:
+            deadline = time.monotonic() + _PATIENCE
+            while not any(self._counted()) and (left := deadline - time.monotonic()) > 0:
+                self._take(self._means()[1].wait(left))
+            if save.published is not None:
+                self._saved(save)
+        self.abandon()
+        if self._own is not None:
+            memories, persister = self._own
+            persister.close()
+            self._own = None
+            self._copies.clear()
+            self._shard = None
+            for memory in memories:
+                memory.close()
 
     # ---- restore
 
@@ -181,33 +276,136 @@ class Checkpointer:
             NoValidCheckpointError: none of those that are there can be loaded. The tensors are void.
             PeerLostError: another rank is gone.
         """
-        check(entries)
+        assert self._save is None
+        self._planner.shard(entries)
         if self._is_first:
-            sweep(self._folder, self._context.attempt.number)
+            self._shelf.sweep(self._context.attempt.number)
         restored = self._restorer.restore(entries)
         self._proven -= self._restorer.rejected
         if restored is not None:
             self._proven.add(restored.name)
         return restored
 
-    # ---- retention
+    # ---- means
 
-    def prune(self) -> None:
-        """Remove checkpoints beyond the `keep` newest valid ones. Rank 0 works, the others return at once.
+    @property
+    def _is_first(self) -> bool:
+        return self._grid.rank == 0
 
-        The newest one whose bytes were all checked stays in any case. Storage errors are reported, not raised.
-        """
-        # With nothing proven in this process, the only good one could be among those that would go.
-        if not self._is_first or not self._proven or not self._context.fence.is_current():
-            return
-        attempt = self._context.attempt.number
-        sweep(self._folder, attempt)
-        try:
-            names = self._context.run.all_checkpoints()
-            proven, rejected = frozenset(self._proven), frozenset(self._restorer.rejected)
-            retention = Retention(self._keep, attempt=attempt, proven=proven, rejected=rejected)
-            for name in retention.superfluous(names, lambda name: look_at(self._context.run.checkpoint(name))):
-                if self._context.fence.is_current():
-                    remove(self._context.run.checkpoint(name))
-        except OSError as e:
-            self._context.report("prune_failed", error=f"{e.filename}: {e.strerror}")
+    def _means(self) -> tuple[tuple[Memory, Memory], Persister]:
+        """The memories and the persister: of the worker process, or else of this object."""
+        context = self._context
+        if context.memories is not None and context.persister is not None:
+            return context.memories, context.persister
+        if self._own is None:
+            memories = (Memory(), Memory())
+            self._own = memories, LocalPersister(context.run, self._shelf, [m.fd for m in memories])
+        return self._own
+
+    def _plan(self, entries: Sequence[Entry]) -> bool:
+        """What is written and how much memory each rank takes, from what all need and have; whether that is new. The
+        entries change on all ranks, or on none."""
+        shard = self._planner.shard(entries)
+        if shard is self._shard:
+            return False
+        memories, _ = self._means()
+        mine = {
+            "host": socket.gethostname(),
+            "size": Staging.whole(shard).capacity,
+            "file": shard.size,
+            "held": sum(m.held for m in memories),
+            "available": available_bytes(),
+        }
+        ranks = self._grid.control.all_gather_json(mine)
+        staging = choose(ranks, self._settings.staging_mb * 2**20)
+        self._staging = Staging.whole(shard) if staging == 0 else Staging.halves(shard, staging)
+        self._total = sum(r["file"] for r in ranks)
+        self._copies.clear()
+        self._shard = shard
+        return True
+
+    # ---- what became of it
+
+    def _take(self, answers: Sequence[Answer]) -> None:
+        save = self._save
+        assert save is not None
+        for answer in [*save.packer.answers, *answers]:
+            if answer.job != save.job:
+                continue
+            if answer.what == "part":
+                save.written = answer.fields
+            elif answer.what == "published":
+                save.published = answer.fields
+            elif answer.what == "failed" and answer.superseded:
+                save.superseded = answer.error
+            elif answer.what == "failed":
+                save.problem = answer.error
+        save.packer.answers.clear()
+
+    def _counted(self) -> tuple[int, int]:
+        save = self._save
+        assert save is not None
+        if save.problem is None:
+            save.problem = save.packer.problem
+        if save.problem is None and self._is_first and time.monotonic() - save.began > self._timeout:
+            save.problem = f"not done within resilience.save_timeout={self._timeout:g} seconds"
+        failed = save.problem is not None or save.superseded is not None
+        done = save.published is not None if save.is_publishing else save.written is not None
+        return int(done), int(failed)
+
+    def _request(self, save: _Save) -> dict[str, Any]:
+        manifest = {
+            "run": self._context.run_id,
+            "step": save.name.step,
+            "attempt": save.name.attempt,
+            "generation": self._context.generation,
+            "layout": self._grid.sizes,
+            "state": save.state,
+        }
+        s = self._settings
+        retention = Retention(
+            s.keep,
+            s.keep_every,
+            s.keep_best,
+            save.name.attempt,
+            frozenset(self._proven),
+            frozenset(self._restorer.rejected),
+        )
+        return {"written": save.all_written, "manifest": manifest, "keep": retention.to_json()}
+
+    def _saved(self, save: _Save) -> Ended:
+        self._save = None
+        self._proven.add(save.name)
+        self._restorer.rejected.discard(save.name)
+        if self._is_first:
+            assert save.published is not None
+            for event in save.published["events"]:
+                self._context.report(**event)
+            slowest = max(range(len(save.all_written)), key=lambda rank: save.all_written[rank]["seconds"])
+            self._context.report(
+                "checkpoint_saved",
+                step=save.name.step,
+                seconds=round(save.published["time"] - save.began, 3),
+                stall_seconds=round(save.stall, 3),
+                wait_seconds=round(save.waited, 3),
+                bytes=sum(w["shard"]["size"] for w in save.all_written),
+                slowest_rank=slowest,
+                slowest_seconds=save.all_written[slowest]["seconds"],
+            )
+        return Ended(save.name.step, None)
+
+    def _failed(self, save: _Save) -> Ended:
+        mine = {"superseded": save.superseded} if save.superseded is not None else {}
+        if save.problem is not None:
+            mine["error"] = f"{place(self._grid)}: {save.problem}"
+        self._context.pulse.enter(Phase.SAVE)
+        statuses = exchange(self._grid, lambda: mine)
+        self.abandon()
+        self._context.pulse.enter(Phase.STEP)
+        superseded = [s["superseded"] for s in statuses if "superseded" in s]
+        if superseded:
+            raise SupersededError(superseded[0])
+        problem = f"checkpoint {save.name} not saved: {summary(errors(statuses))}"
+        if self._is_first:
+            self._context.report("checkpoint_failed", step=save.name.step, error=problem)
+        return Ended(save.name.step, problem)

@@ -1,14 +1,19 @@
-"""A segment: one region of memory that holds a shard exactly as its file will hold it (safetensors).
+"""A shard's layout, and the host memory that holds it exactly as its file will hold it (safetensors).
 
-Owns: the byte layout and copying tensors in. A checkpoint is a segment that a writer persists; checksums are computed
-from the segment, and the tensors may change as soon as they are packed. Does not own: files (writer.py).
+Owns: where each slice lies in a shard, and memory that other processes can map too. A checkpoint is such memory that a
+writer persists; checksums are computed from it. Does not own: copying tensors in (packing.py), or files (writer.py).
 Format: https://github.com/huggingface/safetensors, "Format".
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import mmap
+import os
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +22,9 @@ import torch
 from .entry import DTYPES, Slice
 
 _ALIGN = 64  # bytes; where tensors begin in file and memory
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, <linux/mman.h>
+_AT_ONCE = 64 * 1024 * 1024  # bytes made present by one call: the kernel's lock on the mappings is free in between
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -49,56 +57,94 @@ def layout(slices: Sequence[Slice]) -> tuple[bytes, tuple[Placed, ...]]:
     return head, tuple(placed)
 
 
-class Segment:
-    """Memory for one shard, kept and used again: it grows when a larger shard comes, and never shrinks."""
+class Memory:
+    """A state segment: memory behind a descriptor (memfd), so that the node's writer maps the same pages and an agent
+    keeps them when a worker ends. Kept and used again: it grows when a larger shard comes, and never shrinks."""
 
-    def __init__(self) -> None:
-        self.size = 0  # bytes of the packed shard
-        self.placed: tuple[Placed, ...] = ()
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: of a memfd, whose content is void and which is from now on this object's; None: a new one."""
+        self.fd = os.memfd_create("stoker-state") if fd is None else fd
         self.capacity = 0
+        self._close = weakref.finalize(self, os.close, self.fd)
         self._map: mmap.mmap | None = None
         self._tensor: torch.Tensor | None = None
+        self._pinned = 0  # address registered with CUDA
 
     @property
     def data(self) -> memoryview:
-        """The shard's bytes. Drop it before the next `pack`."""
+        """All of it. Views are dropped before the next `reserve`."""
         assert self._map is not None
-        return memoryview(self._map)[: self.size]
+        return memoryview(self._map)
 
-    def pack(self, slices: Sequence[Slice]) -> None:
-        """Copy the slices in, from any device. Only the elements of a view are copied, not its storage."""
-        head, placed = layout(slices)
-        size = placed[-1].at + placed[-1].size if placed else len(head)
-        self._reserve(size)
-        assert self._map is not None
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The same as uint8 [capacity]."""
         assert self._tensor is not None
-        self._map[: len(head)] = head
-        for p in placed:
-            if p.size:
-                target = self._tensor[p.at : p.at + p.size].view(p.slice.tensor.dtype)
-                target.view(p.slice.box.shape).copy_(p.slice.tensor)
-        self.size, self.placed = size, placed
+        return self._tensor
 
-    def _reserve(self, size: int) -> None:
-        if size <= self.capacity:
+    @property
+    def held(self) -> int:
+        """Bytes of it that are present in memory already."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    def reserve(self, size: int) -> None:
+        """Hold at least `size` bytes; what was in it may be lost.
+
+        Raises:
+            OSError, MemoryError: there is not so much.
+        """
+        if 0 < size <= self.capacity:
             return
-        # The old memory goes before the new comes: both at once is what kills a node at its first save.
+        self.unpin()
         self._tensor, self._map, self.capacity = None, None, 0
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        size = max(size, os.fstat(self.fd).st_size, 1)
+        os.ftruncate(self.fd, size)
+        self._map = mmap.mmap(self.fd, size)
         self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.capacity = size
 
+    def populate(self) -> None:
+        """Make all pages present: the first copy into it is then as fast as the next. Changes no byte; on an older
+        kernel, or without the memory, it does nothing."""
+        held = self._tensor  # the mapping stays while this is at work
+        if held is None:
+            return
+        for at in range(0, held.numel(), _AT_ONCE):
+            size = min(_AT_ONCE, held.numel() - at)
+            # Not mmap.madvise: that would keep the interpreter's lock.
+            if _libc.madvise(ctypes.c_void_p(held.data_ptr() + at), ctypes.c_size_t(size), _POPULATE_WRITE):
+                return
 
-class Segments:
-    """Segments used in turn. With two, the snapshot before stays whole while the next one is packed."""
+    def pin(self) -> None:
+        """Register it with CUDA, so that copies from the device run beside it. Where that fails copies are slower."""
+        if self._tensor is None or self._pinned:
+            return
+        with contextlib.suppress(RuntimeError):
+            address = self._tensor.data_ptr()
+            if int(torch.cuda.cudart().cudaHostRegister(address, self.capacity, 0)) == 0:
+                self._pinned = address
 
-    def __init__(self, generations: int = 1) -> None:
-        self._ring = [Segment() for _ in range(generations)]
-        self._next = 0
+    def unpin(self) -> None:
+        """Undo `pin`; before the mapping goes."""
+        if self._pinned:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            self._pinned = 0
 
-    def pack(self, slices: Sequence[Slice]) -> Segment:
-        """Pack into the oldest segment, whose former content is lost."""
-        segment = self._ring[self._next]
-        self._next = (self._next + 1) % len(self._ring)
-        segment.pack(slices)
-        return segment
+    def close(self) -> None:
+        """Give it back. Safe twice."""
+        self.unpin()
+        self._tensor, self._map, self.capacity = None, None, 0
+        self._close()
+
+
+def populate(memories: Sequence[Memory]) -> threading.Thread:
+    """Make all pages of these present, in a thread of its own."""
+
+    def work() -> None:
+        for memory in memories:
+            memory.populate()
+
+    thread = threading.Thread(target=work, name="stoker-populate", daemon=True)
+    thread.start()
+    return thread

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run import failpoints
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.layout import RunDir
@@ -89,8 +90,8 @@ class Job:
     grid: Grid
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    def checkpointer(self, keep: int = 3) -> Checkpointer:
-        return Checkpointer(self.context, self.grid, keep)
+    def checkpointer(self, keep: int = 3, **settings: Any) -> Checkpointer:
+        return Checkpointer(self.context, self.grid, CheckpointConfig(keep=keep, **settings))
 
     def entries(self, seed: int) -> list[Entry]:
         """make_entries, held by all ranks of the job."""
