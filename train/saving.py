@@ -105,17 +105,17 @@ class Saving:
         if is_bad:
             self._report("checkpoint_skipped", step=step, reason="the step was bad")
             return f"step {step} was bad"
-        return self._begin(wait=True)
+        return self._begin(wait=True, is_urgent=is_urgent)
 
     def close(self) -> None:
         """Abandon what is under way. Safe after an error, and twice."""
         self.checkpointer.close()
 
-    def _begin(self, wait: bool = False) -> str | None:
+    def _begin(self, wait: bool = False, is_urgent: bool = False) -> str | None:
         self._is_postponed, self._last = False, time.monotonic()
         step, entries, state = self._snapshot()
         with self._clock.measure("save"):
-            if not self.checkpointer.begin(step, entries, state):
+            if not self.checkpointer.begin(step, entries, state, prune=not is_urgent):
                 self.saved_step = step
                 return None
         if wait or not self._settings.asynchronous:

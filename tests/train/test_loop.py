@@ -20,7 +20,7 @@ from stoker.train.grid import single
 from stoker.train.loop import Ended, Trainer
 from stoker.train.model import DropoutKey, Sums, whole_model
 from stoker.train.pulse import Pulse
-from stoker.train.state.checkpointer import Checkpointer, SaveFailedError
+from stoker.train.state.checkpointer import Checkpointer
 from torch import nn
 
 EVERYTHING = {
@@ -121,9 +121,10 @@ def test_a_finished_run_started_again_is_finished(tmp_path: Path, tiny_data: Pat
 
 
 def test_checkpoints_are_made_at_the_interval_and_the_end_and_pruned(tmp_path: Path, tiny_data: Path) -> None:
-    train(tmp_path / "a", tiny_config(tiny_data, steps=7, checkpoint={"interval": 2, "keep": 2}))
+    common = {"interval": 2, "asynchronous": False}
+    train(tmp_path / "a", tiny_config(tiny_data, steps=7, checkpoint={**common, "keep": 2}))
     assert saved_steps(tmp_path / "a") == [6, 7]
-    train(tmp_path / "b", tiny_config(tiny_data, steps=7, checkpoint={"interval": 2, "keep": 9, "at_end": False}))
+    train(tmp_path / "b", tiny_config(tiny_data, steps=7, checkpoint={**common, "keep": 9, "at_end": False}))
     assert saved_steps(tmp_path / "b") == [2, 4, 6]
 
 
@@ -294,21 +295,26 @@ def test_a_step_without_targets_is_skipped(tmp_path: Path, tiny_data: Path) -> N
 # ---- failures of storage and input
 
 
+@pytest.mark.parametrize("is_asynchronous", [True, False])
 def test_a_save_that_fails_does_not_end_the_run_unless_it_is_the_last(
-    tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch, is_asynchronous: bool
 ) -> None:
     tried: list[int] = []
-    save = Checkpointer.save
+    begin, advance = Checkpointer.begin, Checkpointer.advance
 
-    def failing(self: Checkpointer, step: int, *args: Any) -> Any:
+    def begun(self: Checkpointer, step: int, *args: Any, **rest: Any) -> bool:
         tried.append(step)
-        if step in (2, 6):
-            raise SaveFailedError("no space left")
-        return save(self, step, *args)
+        return begin(self, step, *args, **rest)
 
-    monkeypatch.setattr(Checkpointer, "save", failing)
-    config = tiny_config(tiny_data, steps=6, checkpoint={"interval": 2})
-    with pytest.raises(StorageError, match="its last state is not saved: no space left"):
+    def failing(self: Checkpointer, done: int, failed: int) -> Any:
+        if self._save is not None and self._save.name.step in (2, 6):
+            self._save.problem, failed = "no space left", 1
+        return advance(self, done, failed)
+
+    monkeypatch.setattr(Checkpointer, "begin", begun)
+    monkeypatch.setattr(Checkpointer, "advance", failing)
+    config = tiny_config(tiny_data, steps=6, checkpoint={"interval": 2, "asynchronous": is_asynchronous})
+    with pytest.raises(StorageError, match="its last state is not saved: .*: no space left"):
         train(tmp_path, config)
     assert tried == [2, 4, 6, 6]
     assert saved_steps(tmp_path) == [4]

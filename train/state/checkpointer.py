@@ -60,9 +60,9 @@ class _Save:
     name: CheckpointName
     job: int
     state: dict[str, Any]
+    prune: bool
     packer: Packer
     began: float  # time.monotonic()
-    size: int  # bytes of all shards
     stall: float = 0.0  # seconds of training that `begin` took
     waited: float = 0.0  # seconds that `settle` took
     written: dict[str, Any] | None = None  # this rank's part is on stable storage
@@ -118,11 +118,12 @@ class Checkpointer:
                     memory.reserve(self._staging.capacity)
                 populate(memories)
 
-    def begin(self, step: int, entries: Sequence[Entry], state: dict[str, Any]) -> bool:
+    def begin(self, step: int, entries: Sequence[Entry], state: dict[str, Any], prune: bool = True) -> bool:
         """Save the state after `step` optimizer steps. The tensors may change once `settle` has returned.
 
         False if this process saved or restored that very checkpoint: it is not written again. `state`: plain JSON
-        values, the same on all ranks. What storage refuses is told by `advance`.
+        values, the same on all ranks. `prune`: remove what need not stay, after it. What storage refuses is told by
+        `advance`.
 
         Raises:
             ValueError: two entries with one name, entries that share memory, state that is not JSON.
@@ -151,7 +152,7 @@ class Checkpointer:
             lines=len(self._shard.lines),
         )
         packer = Packer(self._shard, self._staging, self._next, memories, self._copies)
-        self._save = _Save(name, part.job, state, packer, began, self._total)
+        self._save = _Save(name, part.job, state, prune, packer, began)
         is_whole, device = self._staging.is_whole, self._grid.device
         if is_whole:
             self._next = 1 - self._next
@@ -371,7 +372,7 @@ class Checkpointer:
             frozenset(self._proven),
             frozenset(self._restorer.rejected),
         )
-        return {"written": save.all_written, "manifest": manifest, "keep": retention.to_json()}
+        return {"written": save.all_written, "manifest": manifest, "keep": retention.to_json() if save.prune else None}
 
     def _saved(self, save: _Save) -> Ended:
         self._save = None

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from ..storage.base import Target
 from .columns import Column, from_runs, to_runs
 from .entry import DTYPES
 from .segment import Placed
-from .writer import shard_name, shard_number, write_file, write_small
+from .writer import shard_name, shard_number, write_small
 
 _NAME_AT = len('{"name":')
 _SLICES = b',"slices":'
@@ -121,28 +120,6 @@ def _fields(columns: Column) -> dict[str, Any]:
     columns = columns[:, np.lexsort((columns[0], *columns[2 : 2 + dims][::-1]))]
     file, at, *rest = [to_runs(c) for c in columns]
     return {"count": columns.shape[1], "file": file, "at": at, "start": rest[:dims], "shape": rest[dims:]}
-
-
-def merge_parts(directory: Path, digests: Sequence[int]) -> tuple[FileEntry, FileEntry]:
-    """Merge the ranks' parts into the index, delete them, and return the manifest's entries for index and offsets.
-
-    Args:
-        digests: crc32 of each rank's part, from the rank itself: what is read of another's file may be stale.
-
-    Raises:
-        OSError: with the file's name.
-    """
-    paths = [directory / part_name(rank) for rank in range(len(digests))]
-    parts = [path.read_bytes() for path in paths]
-    for path, data, digest in zip(paths, parts, digests, strict=True):
-        if zlib.crc32(data) != digest:
-            raise OSError(None, "not what its rank wrote", str(path))
-    index, table = merged(parts)
-    write_file(directory / INDEX, index)
-    write_file(directory / OFFSETS, table)
-    for path in paths:
-        path.unlink()
-    return describe(INDEX, index), describe(OFFSETS, table)
 
 
 def merge_index(target: Target, digests: Sequence[int], before: Callable[[str], None]) -> tuple[FileEntry, FileEntry]:

@@ -146,6 +146,18 @@ def copies(shard: Shard, wave: Wave, memory: Memory) -> Copies:
     return found
 
 
+def pack(shard: Shard, wave: Wave, memory: Memory, pieces: Copies) -> None:
+    """Bring one wave into memory, and the index lines behind the first. `pieces`: of `copies`."""
+    data, at = memory.data, wave.segment_at
+    if wave.file_at < len(shard.head):
+        head = shard.head[wave.file_at : wave.file_at + wave.size]
+        data[at : at + len(head)] = head
+    if wave.file_at == 0:
+        data[at + wave.size : at + wave.size + len(shard.lines)] = shard.lines
+    for target, source in pieces:
+        target.copy_(source, non_blocking=True)
+
+
 class Packer:
     """Packs one job's shard and hands it to the persister, in a thread of its own or at once."""
 
@@ -227,7 +239,10 @@ class Packer:
                 if self._is_cancelled or any(a.what == "failed" for a in self.answers):
                     return
                 free += self._freed(persister.wait(_LOOK), job.job)
-            self._copy(wave)
+            key, memory = (wave.file_at, wave.segment), self._memories[wave.segment]
+            if key not in self._cache:
+                self._cache[key] = copies(self._shard, wave, memory)
+            pack(self._shard, wave, memory, self._cache[key])
             synchronize()
             free -= 1
             persister.wave(job.job, wave)
@@ -236,18 +251,3 @@ class Packer:
         mine = [a for a in answers if a.job == job]
         self.answers += [a for a in mine if a.what != "wave"]
         return sum(a.what == "wave" for a in mine)
-
-    def _copy(self, wave: Wave) -> None:
-        memory, head = self._memories[wave.segment], self._shard.head
-        key = (wave.file_at, wave.segment)
-        if key not in self._cache:
-            self._cache[key] = copies(self._shard, wave, memory)
-        data, at = memory.data, wave.segment_at
-        if wave.file_at < len(head):
-            piece = head[wave.file_at : wave.file_at + wave.size]
-            data[at : at + len(piece)] = piece
-        if wave.file_at == 0:
-            end = at + wave.size
-            data[end : end + len(self._shard.lines)] = self._shard.lines
-        for target, source in self._cache[key]:
-            target.copy_(source, non_blocking=True)

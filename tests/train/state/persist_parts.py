@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from state_ranks import make_entries, shared
+from state_ranks import make_entries, packed, shared
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.retention import Retention
-from stoker.train.state.entry import Entry, plan
-from stoker.train.state.index import part as index_lines
+from stoker.train.state.entry import Entry
 from stoker.train.state.persist import Answer, Part, Persister, Wave
-from stoker.train.state.segment import Segment
-from stoker.train.state.writer import shard_name
 from stoker.train.storage.posix import PosixShelf
 
 PATIENCE = 60.0
@@ -33,10 +30,8 @@ class RankData:
         self.pack(size, seed, make)
 
     def pack(self, size: int, seed: int, make: Callable[[int], list[Entry]]) -> None:
-        segment = Segment()
-        segment.pack(plan(shared(make(seed), self.rank, size)))
-        self.data = bytes(segment.data)
-        self.lines = index_lines(shard_name(self.rank), segment.placed)
+        shard, memory = packed(shared(make(seed), self.rank, size), self.rank)
+        self.data, self.lines = bytes(memory.data[: shard.size]), shard.lines
 
     def part(self, run: RunDir, job: int, step: int, size: int, attempt: int = 1) -> Part:
         spec = PosixShelf(run.checkpoints).spec(CheckpointName(step, attempt), f"g0001-{job:08x}", 0, size)

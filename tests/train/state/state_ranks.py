@@ -34,6 +34,8 @@ from stoker.train.grid import Grid, Membership, form, single
 from stoker.train.pulse import Pulse
 from stoker.train.state.checkpointer import Checkpointer
 from stoker.train.state.entry import Entry
+from stoker.train.state.packing import Shard, Staging, copies, pack
+from stoker.train.state.segment import Memory
 
 PATIENCE = 60.0  # seconds until a rank that does not end is a failure
 
@@ -64,6 +66,16 @@ def make_entries(seed: int) -> list[Entry]:
 def shared(entries: list[Entry], rank: int, size: int) -> list[Entry]:
     """As rank `rank` of `size` that hold the same."""
     return [replace(e, replica=Replica(("data",), rank, size)) for e in entries]
+
+
+def packed(entries: list[Entry], rank: int = 0) -> tuple[Shard, Memory]:
+    """The shard that `rank` writes of these entries, and memory that holds it, with the index lines behind it."""
+    shard, memory = Shard.of(entries, rank), Memory()
+    staging = Staging.whole(shard)
+    memory.reserve(staging.capacity)
+    (wave,) = staging.waves(0)
+    pack(shard, wave, memory, copies(shard, wave, memory))
+    return shard, memory
 
 
 def digests(entries: list[Entry]) -> dict[str, str]:

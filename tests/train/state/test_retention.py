@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -13,12 +14,13 @@ def steps(run: RunDir) -> list[int]:
     return [name.step for name in run.all_checkpoints()]
 
 
-def test_prune_leaves_the_newest_valid_ones_and_no_trace_of_the_others(run: RunDir) -> None:
+def test_a_save_leaves_the_newest_valid_ones_and_no_trace_of_the_others(run: RunDir) -> None:
     checkpointer = make_job(run, 1).checkpointer(keep=2)
-    for step in (10, 20, 30, 40):
+    for step in (10, 20, 30):
         checkpointer.save(step, make_entries(0), {})
+    assert steps(run) == [30, 20]
     (run.checkpoint(CheckpointName(30, 1)) / "manifest.json").unlink()
-    checkpointer.prune()
+    checkpointer.save(40, make_entries(0), {})
     assert steps(run) == [40, 30, 20]
     assert len(list(run.checkpoints.iterdir())) == 3
 
@@ -31,37 +33,38 @@ def test_one_that_turned_out_bad_does_not_count(run: RunDir) -> None:
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    checkpointer = job.checkpointer(keep=1)
+    checkpointer = job.checkpointer(keep=2)
     assert checkpointer.restore(make_entries(0)).name.step == 10
-    checkpointer.prune()
-    assert steps(run) == [20, 10]
+    checkpointer.save(30, make_entries(0), {})
+    assert steps(run) == [30, 20, 10]
 
 
-def test_nothing_is_removed_before_one_is_proven_good(run: RunDir) -> None:
-    for step in (10, 20):
-        make_job(run, 1).checkpointer().save(step, make_entries(0), {})
-    make_job(run, 1).checkpointer(keep=1).prune()
+def test_a_save_in_haste_removes_nothing(run: RunDir) -> None:
+    checkpointer = make_job(run, 1).checkpointer(keep=1)
+    checkpointer.save(10, make_entries(0), {})
+    checkpointer.begin(20, make_entries(0), {}, prune=False)
+    checkpointer.finish()
     assert steps(run) == [20, 10]
+    checkpointer.save(30, make_entries(0), {})
+    assert steps(run) == [30]
 
 
 def test_a_checkpoint_goes_in_one_rename(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpointer = make_job(run, 1).checkpointer(keep=1)
-    for step in (10, 20):
-        checkpointer.save(step, make_entries(0), {})
+    make_job(run, 1).checkpointer().save(10, make_entries(0), {})
     renamed = []
     original = os.rename
 
     def rename(source: object, target: object) -> None:
         original(source, target)
         renamed.append((os.path.basename(source), os.path.basename(target)))
-        raise KeyboardInterrupt  # killed right after it
+        if "deleting" in str(target):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))  # as if the machine went down right after it
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(KeyboardInterrupt):
-        checkpointer.prune()
+    make_job(run, 1).checkpointer(keep=1).save(20, make_entries(0), {})
     monkeypatch.undo()
-    assert [source for source, _ in renamed] == ["step-00000010-a0001"]
-    assert renamed[0][1].startswith(".tmp-deleting-step-00000010-a0001-")
+    assert [source for source, _ in renamed][1:] == ["step-00000010-a0001"]
+    assert renamed[1][1].startswith(".tmp-deleting-step-00000010-a0001-")
     assert steps(run) == [20]
-    checkpointer.prune()
-    assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000020-a0001"]
+    make_job(run, 1).checkpointer().save(30, make_entries(0), {})
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000020-a0001", "step-00000030-a0001"]

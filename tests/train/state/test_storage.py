@@ -14,9 +14,10 @@ import pytest
 from state_ranks import Crew, Job, Result, make_entries, make_job
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.manifest import verify
-from stoker.train.state import checkpointer as checkpointer_module
+from stoker.train.state import persist_job
 from stoker.train.state.checkpointer import SaveFailedError
-from stoker.train.state.segment import Segments
+from stoker.train.state.segment import Memory
+from stoker.train.storage import posix
 
 
 def save(job: Job, step: int) -> str:
@@ -106,11 +107,11 @@ def save_with_a_fault(job: Job, step: int, fault: str, rank: int) -> str:
         if fault == "fsync":
             os.fsync = lambda fd: fail(errno.EIO)
         elif fault == "memory":
-            Segments.pack = lambda self, slices: fail_memory()
+            Memory.reserve = lambda self, size: fail_memory()
         elif fault == "index":
-            checkpointer_module.merge_parts = lambda directory, parts: fail(errno.EDQUOT, directory / "index.jsonl")
+            persist_job.merge_index = lambda target, *rest: fail(errno.EDQUOT, "index.jsonl")
         elif fault == "rename":
-            checkpointer_module.publish = lambda source, target: fail(errno.EIO, target)
+            posix._give_name = lambda source, target: fail(errno.EIO, target)
     return save(job, step)
 
 
@@ -138,8 +139,10 @@ def test_a_fault_at_any_stage_fails_all_alike_and_leaves_nothing(
 
 def save_what_the_other_wrote_wrongly(job: Job) -> str:
     if job.grid.rank == 1:
-        original = Path.write_bytes
-        Path.write_bytes = lambda path, data: original(path, data[:-2] + b"x\n")
+        original = persist_job.write_small
+        persist_job.write_small = lambda target, name, data: original(
+            target, name, data[:-2] + b"x\n" if name.endswith(".part") else data
+        )
     return save(job, 20)
 
 
@@ -151,13 +154,13 @@ def test_what_rank_0_reads_of_another_rank_is_checked(crew: Crew, run: RunDir) -
 def test_a_shard_that_shrank_before_it_was_published_is_not_published(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = checkpointer_module.merge_parts
+    original = persist_job.merge_index
 
-    def shrink(directory: Path, parts: Any) -> Any:
-        os.truncate(directory / "shard-00000.safetensors", 1000)
-        return original(directory, parts)
+    def shrink(target: Any, *rest: Any) -> Any:
+        os.truncate(target._directory / "shard-00000.safetensors", 1000)
+        return original(target, *rest)
 
-    monkeypatch.setattr(checkpointer_module, "merge_parts", shrink)
+    monkeypatch.setattr(persist_job, "merge_index", shrink)
     with pytest.raises(SaveFailedError, match=r"shard-00000\.safetensors: 1000 bytes, expected"):
         make_job(run, 1).checkpointer().save(20, make_entries(0), {})
     assert names(run) == []
@@ -168,15 +171,12 @@ def test_what_cannot_be_removed_is_reported_and_does_not_stop_the_run(
 ) -> None:
     job = make_job(run, 1)
     checkpointer = job.checkpointer(keep=1)
-    for step in (10, 20):
-        checkpointer.save(step, make_entries(0), {})
+    checkpointer.save(10, make_entries(0), {})
 
     def broken(directory: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
 
-    monkeypatch.setattr(checkpointer_module, "remove", broken)
-    checkpointer.prune()
-    assert job.events[-1] == {
-        "event": "prune_failed",
-        "error": f"{run.checkpoint(CheckpointName(10, 1))}: Input/output error",
-    }
+    monkeypatch.setattr(posix, "remove_directory", broken)
+    checkpointer.save(20, make_entries(0), {})
+    assert [e["event"] for e in job.events] == ["checkpoint_saved", "prune_failed", "checkpoint_saved"]
+    assert job.events[1]["error"] == f"{run.checkpoint(CheckpointName(10, 1))}: Input/output error"

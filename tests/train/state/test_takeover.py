@@ -22,7 +22,6 @@ def resume(job: Job, step: int, seed: int) -> Any:
     restored = checkpointer.restore(entries)
     found = digests(entries)
     checkpointer.save(step, job.entries(seed), {})
-    checkpointer.prune()
     return [str(restored.name), found]
 
 
@@ -123,14 +122,13 @@ def test_a_superseded_attempt_writes_nothing(crew: Crew, run: RunDir) -> None:
 
 
 def test_a_superseded_attempt_removes_nothing(run: RunDir) -> None:
-    checkpointer = make_job(run, 1).checkpointer(keep=1)
     for step in (10, 20, 30):
-        checkpointer.save(step, make_entries(0), {})
+        make_job(run, 1).checkpointer(keep=3).save(step, make_entries(0), {})
     claim(run)
-    checkpointer.prune()
-    assert len(names(run)) == 3
+    checkpointer = make_job(run, 1).checkpointer(keep=1)
     with pytest.raises(SupersededError):
         checkpointer.save(40, make_entries(0), {})
+    assert len(names(run)) == 3
 
 
 def test_leftovers_of_older_attempts_go_and_nothing_else_does(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
