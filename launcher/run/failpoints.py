@@ -64,5 +64,8 @@ def _act(name: str, action: str) -> None:
     if action == "hang":
         while True:
             time.sleep(3600)
-    names = {"kill": "KILL", "freeze": "STOP"}
-    os.kill(os.getpid(), signal.Signals[f"SIG{names.get(action, action.removeprefix('signal-'))}"])
+    if action in ("kill", "freeze"):
+        # To this thread: it would otherwise go on for a while, until another thread has taken the signal.
+        signal.raise_signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+    else:
+        os.kill(os.getpid(), signal.Signals[f"SIG{action.removeprefix('signal-')}"])

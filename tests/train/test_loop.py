@@ -314,10 +314,11 @@ def test_a_save_that_fails_does_not_end_the_run_unless_it_is_the_last(
     monkeypatch.setattr(Checkpointer, "begin", begun)
     monkeypatch.setattr(Checkpointer, "advance", failing)
     config = tiny_config(tiny_data, steps=6, checkpoint={"interval": 2, "asynchronous": is_asynchronous})
-    with pytest.raises(StorageError, match="its last state is not saved: .*: no space left"):
+    with pytest.raises(StorageError, match=r"its last state is not saved: .*: no space left"):
         train(tmp_path, config)
-    assert tried == [2, 4, 6, 6]
-    assert saved_steps(tmp_path) == [4]
+    assert (tried[0], tried[-1]) == (2, 6)  # when the others began is a matter of speed, if they run beside the steps
+    assert is_asynchronous or (tried, saved_steps(tmp_path)) == ([2, 4, 6, 6], [4])
+    assert 6 not in saved_steps(tmp_path)
     assert len(metrics(tmp_path)) == 6
 
 

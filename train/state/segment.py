@@ -16,9 +16,11 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from ...launcher.run.files import naming
 from .entry import DTYPES, Slice
 
 _ALIGN = 64  # bytes; where tensors begin in file and memory
@@ -98,8 +100,9 @@ class Memory:
         self.unpin()
         self._tensor, self._map, self.capacity = None, None, 0
         size = max(size, os.fstat(self.fd).st_size, 1)
-        os.ftruncate(self.fd, size)
-        self._map = mmap.mmap(self.fd, size)
+        with naming(Path("memory for a copy of the state")):
+            os.ftruncate(self.fd, size)
+            self._map = mmap.mmap(self.fd, size)
         self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.capacity = size
 

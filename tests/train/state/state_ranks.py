@@ -101,9 +101,16 @@ class Job:
     context: RunContext
     grid: Grid
     events: list[dict[str, Any]] = field(default_factory=list)
+    made: list[Checkpointer] = field(default_factory=list)
 
     def checkpointer(self, keep: int = 3, **settings: Any) -> Checkpointer:
-        return Checkpointer(self.context, self.grid, CheckpointConfig(keep=keep, **settings))
+        self.made.append(Checkpointer(self.context, self.grid, CheckpointConfig(keep=keep, **settings)))
+        return self.made[-1]
+
+    def close(self) -> None:
+        """As a trainer does: what was abandoned is taken away then."""
+        for checkpointer in self.made:
+            checkpointer.close()
 
     def entries(self, seed: int) -> list[Entry]:
         """make_entries, held by all ranks of the job."""
@@ -246,6 +253,7 @@ def _child(request: dict[str, Any]) -> None:
         traceback.print_exc()
         result.raised, result.text = type(e).__name__, str(e)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    job.close()
     (directory / "result.json").write_text(json.dumps(vars(result)))
     grid.close()
 

@@ -16,6 +16,13 @@ def save(job: Job, step: int, seed: int) -> str:
     return str(job.checkpointer().save(step, job.entries(seed), {}))
 
 
+def save_in_haste(job: Job, step: int, seed: int) -> None:
+    """Clears nothing away."""
+    checkpointer = job.checkpointer()
+    checkpointer.begin(step, job.entries(seed), {}, prune=False)
+    checkpointer.finish()
+
+
 def resume(job: Job, step: int, seed: int) -> Any:
     """A later attempt: restores, trains, saves, cleans up."""
     checkpointer, entries = job.checkpointer(), make_entries(0)
@@ -81,7 +88,7 @@ def test_a_writer_frozen_before_its_rename_publishes_at_most_under_its_own_name(
     old[0].wait_frozen()
     claim(run)
     # The new attempt saves, but has not cleared anything away yet.
-    for result in crew.run(save, run, 2, attempt=2, step=20, seed=3):
+    for result in crew.run(save_in_haste, run, 2, attempt=2, step=20, seed=3):
         assert result.raised is None, result.text
     old[0].thaw()
     assert [rank.result().raised for rank in old] == ["SupersededError"] * 2
