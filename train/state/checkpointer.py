@@ -89,7 +89,7 @@ class Checkpointer:
         self._count, self._next = 0, 0
         self._save: _Save | None = None
         self._proven: set[CheckpointName] = set()  # written or read whole by this process, the same on all ranks
-        self._restorer = Restorer(context, grid)
+        self._restorer = Restorer(context, grid, self._shelf)
 
     # ---- one save, piece by piece
 

@@ -248,8 +248,8 @@ class Runner:
         retention = Retention.of(keep)
         retention = replace(retention, proven=retention.proven | {name}, rejected=retention.rejected - {name})
         try:
-            assert self._part is not None
-            self._shelf.sweep(name.attempt, self._part.generation, self._part.job)
+            assert self._target is not None
+            self._shelf.sweep(name.attempt, self._target.spec["token"])
             for old in retention.superfluous(self._shelf.names(), self._look):
                 self._point("prune")
                 self._check_fence()

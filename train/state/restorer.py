@@ -19,7 +19,7 @@ from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Man
 from ...launcher.run.outcome import Cause
 from ..context import RunContext
 from ..grid import Grid
-from ..storage.posix import manifest_at, source_at
+from ..storage.base import Shelf
 from .agreement import SHOWN, Status, errors, exchange, first_rank, summary
 from .entry import Entry
 from .index import Index
@@ -43,8 +43,8 @@ class Restored:
 class Restorer:
     """Tries candidates, newest first; `rejected` are those that turned out bad."""
 
-    def __init__(self, context: RunContext, grid: Grid) -> None:
-        self._context, self._grid = context, grid
+    def __init__(self, context: RunContext, grid: Grid, shelf: Shelf) -> None:
+        self._context, self._grid, self._shelf = context, grid, shelf
         self.rejected: set[CheckpointName] = set()
 
     def restore(self, entries: Sequence[Entry]) -> Restored | None:
@@ -81,10 +81,10 @@ class Restorer:
     def _candidates(self) -> Iterator[Status]:
         """Newest first, with what is wrong already at a look at the small files."""
         run = self._context.run
-        for name in run.all_checkpoints():
+        for name in self._shelf.names():
             offer = {"name": str(name)}
             try:
-                manifest = manifest_at(run.checkpoint(name))
+                manifest = self._shelf.manifest(name)
                 if manifest.run != self._context.run_id:
                     offer["error"] = f"{run.checkpoint(name)}: belongs to run {manifest.run}"
             except InvalidCheckpointError as e:
@@ -94,7 +94,7 @@ class Restorer:
     def _try(self, name: CheckpointName, entries: Sequence[Entry], offer: Status) -> Manifest | None:
         """Load one checkpoint on all ranks. If it is unfit, None, and the reason is put into `offer`."""
         directory = self._context.run.checkpoint(name)
-        source = source_at(directory)
+        source = self._shelf.source(name)
         try:
             mine = _Load(directory, source, entries)
             statuses = exchange(self._grid, mine.open)

@@ -114,7 +114,7 @@ class Shelf(Protocol):
         """At once no checkpoint any more, then deleted. Raises OSError: it is still there."""
         ...
 
-    def sweep(self, attempt: int, generation: int = 0, save: int = 0) -> None:
-        """Remove what attempts below `attempt` left unfinished; of this attempt, what generations below `generation`
-        left; of this generation, saves below `save`. Errors are passed over."""
+    def sweep(self, attempt: int, token: str | None = None) -> None:
+        """Remove what attempts below `attempt` left unfinished; with `token`, also what this attempt did before the
+        save of that token. Errors are passed over."""
         ...

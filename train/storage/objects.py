@@ -205,18 +205,17 @@ class ObjectShelf(PosixShelf):
             "local": self._local,
         }
 
-    def sweep(self, attempt: int, generation: int = 0, save: int = 0) -> None:
+    def sweep(self, attempt: int, token: str | None = None) -> None:
         """Also takes up what was whole in the store, and whose writer died before the copy of its manifest."""
-        now = (attempt, generation, save)
         with contextlib.suppress(OSError):
             bucket = Bucket(self._root)
             for key, upload in bucket.uploads():
-                if (found := _KEY.fullmatch(key)) and is_stale(found[1], found[2], now):
+                if (found := _KEY.fullmatch(key)) and is_stale(found[1], found[2], attempt, token):
                     bucket.abort_upload(key, upload)
             for group, files in _groups(bucket).items():
-                if is_stale(*group, now):
+                if is_stale(*group, attempt, token):
                     self._settle(bucket, *group, files)
-        super().sweep(*now)
+        super().sweep(attempt, token)
 
     def _settle(self, bucket: Bucket, name: str, token: str, files: Sequence[str]) -> None:
         """Delete what a writer left of a checkpoint, unless it is whole."""

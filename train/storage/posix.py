@@ -162,6 +162,7 @@ class PosixShelf:
             "kind": "posix",
             "folder": str(self.folder),
             "unfinished": unfinished,
+            "token": token,
             "total": total,
             "shards": shards,
             "stripes": self._stripes,
@@ -171,7 +172,7 @@ class PosixShelf:
     def remove(self, name: CheckpointName) -> None:
         remove_directory(self.folder / str(name))
 
-    def sweep(self, attempt: int, generation: int = 0, save: int = 0) -> None:
+    def sweep(self, attempt: int, token: str | None = None) -> None:
         """What is swept is renamed before it is deleted: a writer of such an attempt that was frozen just before its
         rename could otherwise publish a directory that is half deleted."""
         with contextlib.suppress(OSError):
@@ -180,15 +181,21 @@ class PosixShelf:
                 with contextlib.suppress(OSError):
                     if path.name.startswith(GOING):
                         _delete(path)
-                    elif unfinished and is_stale(unfinished[1], unfinished[2], (attempt, generation, save)):
+                    elif unfinished and is_stale(unfinished[1], unfinished[2], attempt, token):
                         remove_directory(path)
 
 
-def is_stale(name: str, token: str, now: tuple[int, int, int]) -> bool:
-    """Whether a preparation belongs to an (attempt, generation, save) before `now`."""
+def is_stale(name: str, its_token: str, attempt: int, token: str | None) -> bool:
+    """Whether a preparation belongs to an attempt before this, or to a save of this before that of `token`."""
     of = CheckpointName.parse(name)
+    if of is None or of.attempt != attempt:
+        return of is not None and of.attempt < attempt
+    return token is not None and _order(its_token) < _order(token)
+
+
+def _order(token: str) -> tuple[int, int]:
     generation, _, save = token[1:].partition("-")
-    return of is not None and (of.attempt, int(generation), int(save, 16)) < now
+    return int(generation), int(save, 16)
 
 
 def manifest_at(directory: Path) -> Manifest:

@@ -138,7 +138,7 @@ def test_what_earlier_attempts_left_is_swept_and_what_they_finished_is_taken_up(
         shelf.manifest(name)
     left = {key.partition("/")[0] for key in bucket.sizes()}
     assert left == {"step-00000005-a0001", "step-00000015-a0001", "step-00000020-a0002"}
-    shelf.sweep(2, 1, 2)  # of this attempt, what its first save left
+    shelf.sweep(2, "g0001-00000002")  # of this attempt, what its first save left
     assert {key.partition("/")[0] for key in bucket.sizes()} == {"step-00000005-a0001", "step-00000015-a0001"}
 
 
