@@ -10,9 +10,11 @@ import faulthandler
 import importlib
 import os
 import select
+import socket
 import sys
 import traceback
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -31,6 +33,11 @@ from .comm import PeerLostError
 from .context import RunContext
 from .grid import Membership
 from .pulse import Pulse
+from .state.persist import Persister
+from .state.persist_local import LocalPersister
+from .state.persist_remote import RemotePersister
+from .state.segment import Memory
+from .storage.choice import shelf_of
 
 TRACEBACK_LINES = 40
 
@@ -48,6 +55,8 @@ class Place:
     config: Config
     local_rank: int
     attempt: int
+    memories: tuple[Memory, Memory] | None = None
+    persister: Persister | None = None
 
 
 class _Prefixed:
@@ -75,7 +84,7 @@ class _Prefixed:
 def main(spec: dict[str, Any], channel: Channel, segment_fd: int, *state: int) -> int:
     """Entry of a forked worker; returns its exit code. `spec`: `spec` of `fork` in docs/architecture.md, "Messages".
 
-    `state`: nothing, or the two state segments and, if the node has a writer, the socket to it.
+    `state`: nothing, or the two state segments and the socket to the node's writer.
     """
     assert sys.__stdout__ is not None and sys.__stderr__ is not None  # noqa: PT018
     faulthandler.enable(file=sys.__stderr__)
@@ -92,6 +101,8 @@ def main(spec: dict[str, Any], channel: Channel, segment_fd: int, *state: int) -
         for name in config.plugins:
             importlib.import_module(name)
         place = Place(run, config, int(spec["local_rank"]), int(spec["attempt"]))
+        if state:
+            place = _with_writer(place, state, report)
         return _passes(place, _membership(place, spec), segment, channel, report)
     except BaseException as e:
         text = traceback.format_exc()
@@ -123,6 +134,19 @@ class Reporter:
         except Closed:
             # Without an agent nobody would stop or restart this process, and PDEATHSIG is on its way.
             os._exit(1)
+
+
+def _with_writer(place: Place, state: Sequence[int], report: Reporter) -> Place:
+    """With memory and a writer that outlive this process."""
+    *fds, to_writer = state
+    memories = Memory(fds[0]), Memory(fds[1])
+    shelf = shelf_of(place.run, place.config.checkpoint)
+    persister = RemotePersister(
+        Channel(socket.socket(fileno=to_writer)),
+        lambda: LocalPersister(place.run, shelf, fds),
+        lambda why: report("writer_lost", reason=why),
+    )
+    return replace(place, memories=memories, persister=persister)
 
 
 def _membership(place: Place, message: dict[str, Any]) -> Membership:
@@ -159,6 +183,8 @@ def _passes(place: Place, member: Membership, segment: Segment, channel: Channel
                 Fence(place.run, place.attempt),
                 pulse,
                 report,
+                place.memories,
+                place.persister,
             )
             trainer = Trainer.build(config, grid, context)
             ended = trainer.run()

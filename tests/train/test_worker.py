@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import select
 import signal
@@ -20,7 +22,8 @@ from stoker.conf.load import to_plain
 from stoker.launcher.run import views
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.heartbeat import Control, Phase, Segment
-from stoker.launcher.run.layout import RunDir
+from stoker.launcher.run.layout import CheckpointName, RunDir
+from stoker.launcher.run.manifest import verify
 from stoker.launcher.run.wire import Channel, Closed
 
 STEPS = 12
@@ -78,7 +81,7 @@ class Zygote:
 
 
 class Team:
-    """A run, its zygote and store, and workers of two ranks."""
+    """A run, its zygote, store and writer, and workers of two ranks."""
 
     def __init__(self, path: Path, prefix: Path, failpoints: str) -> None:
         config = _config(prefix)
@@ -92,6 +95,9 @@ class Team:
         _, self.store_channel = self.zygote.fork("store", -1, {"host": "127.0.0.1"})
         self.port = self.zygote.receive(self.store_channel, "store")["port"]
         self.segments: dict[int, Segment] = {}
+        self.state = [[os.memfd_create(f"state-{rank}-{k}") for k in (0, 1)] for rank in (0, 1)]
+        writer = {"run": str(path), "attempt": 1, "config": self.plain, "cpus": None}
+        self.writer, self.writer_channel = self.zygote.fork("writer", -2, writer)
 
     def form(self, generation: int, rank: int) -> dict[str, Any]:
         place = {"generation": generation, "rank": rank, "world_size": 2, "local_rank": rank}
@@ -100,7 +106,11 @@ class Team:
     def start(self, generation: int, rank: int) -> tuple[int, Channel]:
         self.segments[rank] = Segment.create("test")
         spec = self.form(generation, rank) | {"run": str(self.run.path), "config": self.plain, "attempt": 1}
-        return self.zygote.fork("worker", rank, spec, self.segments[rank].fd)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            client = {"kind": "client", "generation": generation, "rank": rank}
+            self.writer_channel.send(client, (theirs.fileno(), *self.state[rank]))
+            return self.zygote.fork("worker", rank, spec, self.segments[rank].fd, *self.state[rank], ours.fileno())
 
     def losses(self) -> dict[int, float]:
         return {m["step"]: m["loss"] for m in views.metrics(self.run)}
@@ -125,6 +135,8 @@ def team(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Team]:
     made = Team(tmp_path / "run", tmp_path / "data", getattr(request, "param", ""))
     yield made
     made.zygote.close()
+    for fd in functools.reduce(operator.iadd, made.state, []):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("team", ["step@step=6@rank=1@generation=1:kill"], indirect=True)
@@ -149,8 +161,24 @@ def test_a_survivor_makes_a_second_pass_in_the_same_process(team: Team, tmp_path
     assert team.losses() == calm.losses()
 
 
-def test_workers_and_store_die_with_the_zygote(team: Team) -> None:
-    pids = [team.start(1, 0)[0]]  # waits for its peer for ever
+@pytest.mark.parametrize("team", ["checkpoint.write@rank=1@step=4:kill"], indirect=True)
+def test_the_loss_of_the_writer_costs_the_save_in_hand_and_training_goes_on(team: Team) -> None:
+    """The failpoint is in the writer: its process ends when it is half through with rank 1's first shard."""
+    channels = [team.start(1, rank)[1] for rank in (0, 1)]
+    failed = team.zygote.receive(channels[0], "checkpoint_failed")["fields"]
+    assert failed["step"] == 4
+    assert "the node's writer process was lost" in failed["error"]
+    ended = [team.zygote.receive(c, "ended")["fields"] for c in channels]
+    assert [(e["finished"], e["step"], e["saved_step"]) for e in ended] == [(True, STEPS, STEPS)] * 2
+    saved = team.run.all_checkpoints()
+    assert sorted(map(str, saved)) == sorted(p.name for p in team.run.checkpoints.iterdir())
+    assert saved[0] == CheckpointName(STEPS, 1)
+    for name in saved:
+        verify(team.run.checkpoint(name))
+
+
+def test_workers_store_and_writer_die_with_the_zygote(team: Team) -> None:
+    pids = [team.writer, team.start(1, 0)[0]]  # waits for its peer for ever
     os.kill(team.zygote.process.pid, signal.SIGKILL)
     team.zygote.process.wait()
     with pytest.raises(Closed):
