@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .run.retention import Retention, Validation, validation_of
 from .run.verification import verified_at
 
 _JOBS = 8  # processes that look, where there are many checkpoints
+MANY = 2000  # checkpoints of which a list is made with less care
 _EACH = 1000  # checkpoints that are worth a process
 _UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-.+")
 
@@ -52,30 +54,33 @@ class Found:
 
 
 def look_around(run: RunDir) -> list[Found]:
-    """Everything that is there, newest first; unfinished ones behind those with the same name."""
+    """Everything that is there, newest first; unfinished ones behind those with the same name. Of more than `MANY` the
+    manifests' own checksums are not looked at."""
     try:
         entries = os.listdir(run.checkpoints)
     except FileNotFoundError:
         return []
     jobs = min(_JOBS, len(entries) // _EACH)
+    is_glance = len(entries) > MANY
     if jobs < 2:
-        found = _look_at(str(run.checkpoints), entries)
+        found = _look_at(str(run.checkpoints), entries, is_glance)
     else:  # a look is work for the interpreter, or waiting for a file server: in either case several do it sooner
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
         with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
-            shares = pool.map(_look_at, [str(run.checkpoints)] * jobs, [entries[i::jobs] for i in range(jobs)])
+            look = partial(_look_at, str(run.checkpoints), is_glance=is_glance)
+            shares = pool.map(look, [entries[i::jobs] for i in range(jobs)])
             found = [f for share in shares for f in share]
     return sorted(found, key=lambda f: (f.name.step, f.name.attempt, f.health is not Health.UNFINISHED), reverse=True)
 
 
-def _look_at(folder: str, entries: Sequence[str]) -> list[Found]:
+def _look_at(folder: str, entries: Sequence[str], is_glance: bool) -> list[Found]:
     found = []
     for entry in entries:
         name = CheckpointName.parse(entry)
         if name is not None:
-            found.append(look_into(Path(f"{folder}/{entry}"), name))
+            found.append(look_into(Path(f"{folder}/{entry}"), name, is_glance))
         elif match := _UNFINISHED.fullmatch(entry):
             name = CheckpointName.parse(match[1])
             assert name is not None
@@ -83,10 +88,10 @@ def _look_at(folder: str, entries: Sequence[str]) -> list[Found]:
     return found
 
 
-def look_into(directory: Path, name: CheckpointName) -> Found:
+def look_into(directory: Path, name: CheckpointName, is_glance: bool = False) -> Found:
     """One finished checkpoint. Never raises: what cannot be read is damaged, and says why."""
     try:
-        manifest = read_manifest(directory)
+        manifest = read_manifest(directory, is_glance)
     except InvalidCheckpointError as e:
         return Found(name, directory, Health.DAMAGED, _short(str(e), directory), None, None)
     size = sum([f.size for f in manifest.files])

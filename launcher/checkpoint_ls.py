@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import interval_facts
-from .checkpoint_look import Found, Health, look_around, reasons, retention_of, settings_of
+from .checkpoint_look import MANY, Found, Health, look_around, reasons, retention_of, settings_of
 from .errors import UserError
 from .find import DEFAULT_ROOT, find_run, runs_below
 from .run.interval import Advice, sentence
@@ -92,7 +92,8 @@ def table(found: Sequence[Found], why: Why, now: float) -> str:
     lines = [form(*row).rstrip() for row in rows]
     valid = sum(f.is_valid for f in found)
     total = sum(f.size or 0 for f in found)
-    return "\n".join([*lines, f"{len(found)} checkpoints, {valid} valid, {amount(total)}"])
+    care = " (of so many, manifests' own checksums were not looked at)" if len(found) > MANY else ""
+    return "\n".join([*lines, f"{len(found)} checkpoints, {valid} valid, {amount(total)}{care}"])
 
 
 def _row(f: Found, why: Sequence[str], now: float) -> tuple[str, ...]:

@@ -103,6 +103,19 @@ def test_ls_looks_with_several_processes_at_many(run: RunDir, capsys: Any, monke
     assert as_json(capsys, "ls", run.path) == alone
 
 
+def test_ls_of_thousands_says_what_it_did_not_look_at(
+    run: RunDir, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.checkpoint(CheckpointName(500, 2)) / "manifest.json"
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 2'))
+    assert "damaged: manifest.json: checksum does not match" in stoker(capsys, "ls", run.path)[1]
+    monkeypatch.setattr("stoker.launcher.checkpoint_look.MANY", 3)
+    monkeypatch.setattr("stoker.launcher.checkpoint_ls.MANY", 3)
+    out = stoker(capsys, "ls", run.path)[1].splitlines()
+    assert "valid" in out[1]
+    assert out[-1].endswith("(of so many, manifests' own checksums were not looked at)")
+
+
 def test_ls_of_a_run_without_checkpoints(make_run: Make, capsys: Any) -> None:
     run = make_run("r2")
     shutil.rmtree(run.checkpoints)
