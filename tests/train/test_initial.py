@@ -110,7 +110,7 @@ def test_what_every_layout_computes_with_is_what_it_began_with(
     tmp_path: Path, tiny_data: Path, published: dict[str, Path], run_ranks: Callable[..., Any]
 ) -> None:
     losses = []
-    for world, parallel in [(1, {}), (2, {"data": "fsdp"})]:
+    for world, parallel in [(1, {}), (2, {"data": "zero1"})]:
         config = configured(tiny_data, f"hf:{published['dense']}", parallel=parallel)
         held_at_the_begin(tmp_path / str(world), config, run_ranks if world > 1 else None, world)
         losses.append(metrics(tmp_path / str(world))[0]["loss"])
@@ -134,6 +134,14 @@ def test_the_masters_of_a_trained_checkpoint_are_what_another_run_begins_with(
     for entry, values in kept.items():
         np.testing.assert_array_equal(found[entry], values, err_msg=entry)
     assert metrics(tmp_path / "second")[0]["step"] == 1
+
+
+def test_a_bias_in_the_choice_of_experts_begins_at_zero_where_there_is_none(
+    tmp_path: Path, tiny_data: Path, published: dict[str, Path]
+) -> None:
+    experts = {**EXPERTS, "qk_norm": "head", "balance": "bias"}
+    found = held_at_the_begin(tmp_path, configured(tiny_data, f"hf:{published['experts']}", model=experts), None, 1)
+    np.testing.assert_array_equal(found["model/blocks.1.ffn.router_bias"], np.zeros(4))
 
 
 def test_a_run_with_checkpoints_of_its_own_does_not_look_at_them_again(

@@ -84,6 +84,16 @@ def test_newer_names_of_the_rotary_fields_say_the_same() -> None:
     assert differences(parse_config(newer).model, parse_config(LLAMA).model) == {}
 
 
+def test_every_number_of_a_scaling_goes_both_ways() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 999}
+    yarn |= {"beta_fast": 20.0, "beta_slow": 2.0}
+    for scaling in (yarn, LLAMA["rope_scaling"], {"rope_type": "linear", "factor": 3.0}):
+        model = parse_config({**LLAMA, "rope_scaling": scaling}).model
+        assert write_config(model)[1]["rope_scaling"] == scaling
+    model = parse_config({**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}).model
+    assert (model.rope_original_length, model.rope_beta_fast, model.rope_beta_slow) == (131072, 32.0, 1.0)
+
+
 def test_what_a_config_leaves_out_is_its_family_s_default() -> None:
     gemma = parse_config(GEMMA3).model
     assert (gemma.tied_embeddings, gemma.sliding_window, gemma.global_every) == (True, 4096, 0)  # of 4 layers none
