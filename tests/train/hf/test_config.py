@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from stoker.conf.compose import compose
-from stoker.conf.schema import Activation, ModelConfig, Norm, QkNorm, RopeScaling, Router
+from stoker.conf.schema import Activation, ModelConfig, Norm, NormOrder, QkNorm, RopeScaling, Router
 from stoker.train.hf.config import differences, parse_config, read_config, write_config
 
 LLAMA: dict[str, Any] = {
@@ -76,6 +76,47 @@ def test_a_published_config_is_the_preset() -> None:
     assert differences(preset, parse_config(LLAMA).model) == {}
     other = parse_config({**LLAMA, "rope_theta": 1e4, "tie_word_embeddings": True}).model
     assert differences(preset, other) == {"rope_theta": (5e5, 1e4), "tied_embeddings": (False, True)}
+
+
+def test_gpt2_and_olmo2_as_they_are_published() -> None:
+    """Fields of openai-community/gpt2, and of allenai/OLMo-2-0425-1B."""
+    gpt2 = {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "summary_type": "cls_index",
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    }
+    preset = compose(["model=gpt2", "data.sources=[{prefix: /x}]"]).config.model
+    read = parse_config(gpt2)
+    assert (differences(preset, read.model), read.unread) == ({}, ())
+    olmo2 = {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    }
+    model = parse_config(olmo2).model
+    assert (model.rope_theta, model.norm_order, model.qk_norm) == (5e5, NormOrder.post, QkNorm.full)
 
 
 def test_newer_names_of_the_rotary_fields_say_the_same() -> None:
