@@ -6,6 +6,7 @@ launcher and writers to see, whether the weights are those of this model for the
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -57,7 +58,7 @@ def _initial_weights(config: Config) -> Iterator[Problem]:
 
 
 def initial_files(config: Config) -> Iterator[Problem]:
-    """The same for the files of the weights that a run begins with."""
+    """The same for the files of the weights that a run begins with: they are there, and of a model of these sizes."""
     chosen = config.model.init_from or ""
     is_foreign = chosen.startswith("hf:")
     path, expected = Path(chosen.removeprefix("hf:")), "config.json" if is_foreign else "manifest.json"
@@ -70,3 +71,28 @@ def initial_files(config: Config) -> Iterator[Problem]:
         if not is_foreign and (path / "config.json").is_file():
             hint = f"; for weights of Hugging Face write hf:{path}"
         yield Problem("model.init_from", chosen, f"no {expected} in it{hint}")
+    else:
+        for name, there in _sizes(path / expected).items():
+            here = getattr(config.model, name)
+            if here != there:
+                yield Problem(f"model.{name}", str(here), f"the weights of model.init_from={chosen} have {there}")
+
+
+_SIZES = {  # by the names that a config.json may have for them
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+}
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Of a model, as far as its config.json or manifest.json can be read; the trainer reads them properly."""
+    try:
+        raw = json.loads(path.read_bytes())
+        state = raw.get("state", {})
+        known = state.get("model") or {k.removeprefix("model."): v for k, v in state.get("settings", {}).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    values = {name: [known.get(name), *(raw.get(n) for n in theirs)] for name, theirs in _SIZES.items()}
+    return {name: v for name, found in values.items() for v in found if type(v) is int}

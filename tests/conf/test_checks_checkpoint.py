@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stoker.conf.checks import check
@@ -14,7 +16,7 @@ def told(init_from: str) -> list[str]:
     config = Config()
     config.data.sources = [DataSource("/data/a")]
     config.model.init_from = init_from
-    return [str(p) for p in check(config) if p.field == "model.init_from"]
+    return [str(p) for p in check(config) if p.field.startswith("model.")]
 
 
 def test_initial_weights_must_be_there(tmp_path: Path) -> None:
@@ -30,6 +32,24 @@ def test_initial_weights_must_be_there(tmp_path: Path) -> None:
     ]
     (tmp_path / "manifest.json").touch()
     assert told(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "file", "content"),
+    [
+        ("hf:", "config.json", {"vocab_size": 50257, "n_embd": 256, "n_layer": 4, "n_head": 8}),
+        ("hf:", "config.json", {"vocab_size": 50257, "hidden_size": 256, "num_hidden_layers": 4}),
+        ("", "manifest.json", {"state": {"weights_only": True, "model": {"vocab_size": 50257, "num_layers": 4}}}),
+        ("", "manifest.json", {"state": {"settings": {"model.vocab_size": 50257, "train.steps": 4}}}),
+    ],
+)
+def test_sizes_of_initial_weights_are_those_of_the_model(
+    prefix: str, file: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(json.dumps(content))
+    assert told(f"{prefix}{tmp_path}") == [
+        f"model.vocab_size=4096: the weights of model.init_from={prefix}{tmp_path} have 50257"
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["", "hf:"])

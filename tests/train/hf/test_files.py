@@ -154,6 +154,22 @@ def test_any_region_is_read_into_any_form(model: Path) -> None:
     reader.close()
 
 
+def test_no_more_is_read_than_the_rows_that_are_needed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    take = Reader._read
+
+    def counted(self: Reader, file: Path, at: int, into: memoryview) -> None:
+        read.append(len(into))
+        take(self, file, at, into)
+
+    monkeypatch.setattr(Reader, "_read", counted)
+    found = open_hf(model)
+    found.fill("head", Box((3, 0), (2, 8)), torch.zeros(2, 8))
+    found.fill("blocks.0.ffn.down", Box((0, 0), (0, 6)), torch.zeros(0, 6))
+    found.close()
+    assert read == [2 * 8 * 4]
+
+
 def test_a_file_that_shrinks_under_the_reader_is_an_error(model: Path) -> None:
     stored, reader = read_header(model / "model.safetensors")["lm_head.weight"], Reader()
     with open(model / "model.safetensors", "r+b") as file:
