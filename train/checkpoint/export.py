@@ -15,12 +15,13 @@ from .bar import Bar, bytes_of, dtype_of
 
 EPILOG = """example:
   stoker checkpoint export --hf exported runs/llama-261130-104733-x7q2 --dtype bf16
+  stoker checkpoint export --dcp exported runs/llama-261130-104733-x7q2
 docs/huggingface.md has more."""
 
 
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    return _hugging_face(arguments)
+    return _hugging_face(arguments) if arguments.dcp is None else _dcp(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("checkpoint", metavar="CHECKPOINT", help=NOTATION)
     target = p.add_mutually_exclusive_group(required=True)
     target.add_argument("--hf", type=Path, metavar="DIR", help="the new directory, for transformers")
+    target.add_argument("--dcp", type=Path, metavar="DIR", help="the new directory, for torch.distributed.checkpoint")
     p.add_argument("--dtype", type=dtype_of, help="of the weights: fp32, bf16, ...; default: as the model was trained")
     p.add_argument(
         "--max-shard-size", type=bytes_of, default="5GB", metavar="SIZE", help="of a file, e.g. 500MB (default: 5GB)"
@@ -44,6 +46,19 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--json", action="store_true", help="print what was made as JSON")
     return p
+
+
+def _dcp(arguments: argparse.Namespace) -> int:
+    from .dcp import export_dcp
+
+    checkpoint = find_checkpoint(arguments.checkpoint)
+    with Bar("export") as bar:
+        parameters = export_dcp(checkpoint, arguments.dcp, arguments.dtype, bar.advance)
+    if arguments.json:
+        print(json.dumps({"out": str(arguments.dcp), "checkpoint": str(checkpoint), "parameters": parameters}))
+        return 0
+    print(f"{arguments.dcp}: {parameters:,} parameters of {checkpoint}")
+    return 0
 
 
 def _hugging_face(arguments: argparse.Namespace) -> int:
