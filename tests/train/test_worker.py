@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import operator
 import os
 import select
 import signal
@@ -135,7 +133,7 @@ def team(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Team]:
     made = Team(tmp_path / "run", tmp_path / "data", getattr(request, "param", ""))
     yield made
     made.zygote.close()
-    for fd in functools.reduce(operator.iadd, made.state, []):
+    for fd in (*made.state[0], *made.state[1]):
         os.close(fd)
 
 

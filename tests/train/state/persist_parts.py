@@ -19,7 +19,7 @@ BLOCK = 4 * 1024 * 1024
 
 
 def memfds() -> list[int]:
-    return [os.memfd_create(f"test-state-{k}") for k in (0, 1)]
+    return [os.memfd_create(f"stoker-state-{k}") for k in (0, 1)]
 
 
 class RankData:
