@@ -65,8 +65,9 @@ class Restorer:
             failed.append(offer["error"])
             self.rejected.add(name)
             self._report("checkpoint_rejected", name=str(name), error=offer["error"])
-        # Without a name, an error says that the folder itself cannot be read: starting afresh would be wrong then too.
-        failed += errors([offer])
+        if errors([offer]):  # starting afresh would be wrong then too
+            where = self._context.run.checkpoints
+            raise NoValidCheckpointError(f"{where}: cannot say which checkpoints there are: {summary(errors([offer]))}")
         if failed:
             raise NoValidCheckpointError(
                 f"{self._context.run.checkpoints}: no checkpoint can be loaded: {summary(failed)}. "

@@ -12,6 +12,7 @@ import stoker.train.storage.bucket as bucket_module
 from stoker.launcher.run.layout import RunDir
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "state"))
 
 from store_server import CREDENTIALS, serving
 
