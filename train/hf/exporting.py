@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...conf.load import load
+from ...conf.problems import ConfigError
 from ...conf.schema import Config, ModelConfig, Positions, RopeScaling
 from ...launcher.run.files import write_json
 from ...launcher.run.layout import RunDir
@@ -126,9 +127,14 @@ def _fill(weights: CheckpointWeights, pieces: Sequence[Piece], region: Box, out:
 
 
 def _run_of(checkpoint: Path) -> Config | None:
-    """The settings of the run whose checkpoint it is."""
-    path = RunDir(checkpoint.absolute().parent.parent).config_json
-    return load(path) if path.is_file() else None
+    """The settings of the run whose checkpoint it is; None if it lies elsewhere, or they are of another version."""
+    run = RunDir(checkpoint.absolute().parent.parent)
+    if not run.run.is_file() or not run.config_json.is_file():
+        return None
+    try:
+        return load(run.config_json)
+    except ConfigError:
+        return None
 
 
 def _config(

@@ -140,6 +140,14 @@ def test_large_models_are_cut_into_files_of_the_size_that_is_asked(
     assert same_tensors(tmp_path / "hf", tmp_path / "one") == []
 
 
+def test_a_config_above_the_checkpoint_that_is_no_run_s_does_not_matter(tmp_path: Path) -> None:
+    config = replace(ModelConfig(), vocab_size=64, hidden_size=64)
+    save(build(config), config, tmp_path / "checkpoints" / "ours")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    export_hf(tmp_path / "checkpoints" / "ours", tmp_path / "hf", Options())
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["max_position_embeddings"] == 2048
+
+
 def test_gpt2_as_it_was_published_is_read(tmp_path: Path) -> None:
     """Its body alone, with masks beside the weights."""
     config = compose(["model=gpt2", "data.sources=[{prefix: /x}]"]).config.model
