@@ -185,8 +185,9 @@ class Agent:
                 self.node.commit(message["generation"], message["step"], message["save"])
             case "kill":
                 if message.get("stacks"):
-                    self.node.record_stacks()
-                self.node.kill_workers()
+                    self.node.kill_hung()
+                else:
+                    self.node.kill_workers()
 
 
 if __name__ == "__main__":

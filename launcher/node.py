@@ -20,7 +20,7 @@ from typing import Any
 
 from .caches import cache_variables, is_compiled
 from .fabric_node import Fabric
-from .node_writer import WriterLink
+from .node_writer import IDENT, WriterLink
 from .run.events import EventLog
 from .run.heartbeat import Control, Heartbeat, Phase, Segment
 from .run.layout import AttemptDir, RunDir
@@ -140,8 +140,9 @@ class Node:
             self._workers[rank] = Worker(rank, generation, segment, channel)
 
     def record_stacks(self) -> None:
-        """Where the workers hang, onto the node's log and in short into its events. Takes less than a second."""
-        pids = [w.pid for w in self._workers.values() if w.pid is not None]
+        """Where the workers hang, onto the node's log (with what the writer does) and in short into its events. Takes
+        less than a second."""
+        pids = [pid for pid in (*(w.pid for w in self._workers.values()), self._writer.pid) if pid is not None]
         try:
             found = collect(targets(self._run, self._attempt.number, None, pids), STACKS_LIMIT)
             if not found:
@@ -150,8 +151,14 @@ class Node:
         except (OSError, ValueError) as e:  # a full disk; nothing may keep them from being killed
             self._events.write("stacks_failed", reason=str(e))
             return
-        for a in found:
+        for a in (a for a in found if a.rank is not None):
             self._events.write("hung_at", rank=a.rank, state=a.state, at=innermost(a.text))
+
+    def kill_hung(self) -> None:
+        """Kill the workers, and say first where they hang."""
+        self.record_stacks()
+        self._writer.drop()
+        self.kill_workers()
 
     def kill_workers(self) -> None:
         for w in self._workers.values():
@@ -230,6 +237,8 @@ class Node:
     def _from_zygote(self, message: Message) -> None:
         if message["kind"] == "ready":
             self._tell({"kind": "ready", "seconds": message["seconds"]})
+        elif message["kind"] == "forked" and message["id"] == IDENT:
+            self._writer.pid = message["pid"]
         elif message["kind"] == "forked" and message["id"] in self._workers:
             worker = self._workers[message["id"]]
             worker.pid = message["pid"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from .run.events import EventLog
 from .run.wire import Channel, Closed, Message
 
+IDENT = -2  # of its fork; workers have their ranks, the store -1
 SEND_LIMIT = 5.0  # seconds: a writer that does not read is done without
 
 Fork = Callable[[str, int, Message, dict[str, str], tuple[int, ...]], Channel]
@@ -27,6 +29,7 @@ class WriterLink:
         self._fork, self._spec, self._events = fork, spec, events
         self._segments: dict[int, tuple[int, int]] = {}  # by local rank
         self.channel: Channel | None = None
+        self.pid: int | None = None
 
     def start(self, cpus: frozenset[int]) -> None:
         """Fork the writer, unless there is one. `cpus`: those of the workers, which it keeps off if there are others.
@@ -35,7 +38,7 @@ class WriterLink:
         if self.channel is not None:
             return
         others = os.sched_getaffinity(0) - cpus if cpus else frozenset()
-        self.channel = self._fork("writer", -2, self._spec | {"cpus": sorted(others) or None}, {}, ())
+        self.channel = self._fork("writer", IDENT, self._spec | {"cpus": sorted(others) or None}, {}, ())
         self.channel.sock.settimeout(SEND_LIMIT)
 
     @contextlib.contextmanager
@@ -59,8 +62,15 @@ class WriterLink:
     def lost(self, reason: str) -> None:
         if self.channel is not None:
             self.channel.close()
-            self.channel = None
+            self.channel = self.pid = None
             self._events.write("writer_ended", reason=reason)
+
+    def drop(self) -> None:
+        """Kill it together with workers that hang: it may be the one that does not answer."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.lost("killed with workers that hang")
 
     def close(self) -> None:
         if self.channel is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -126,6 +128,19 @@ def test_a_writer_that_ended_is_told_once_and_replaced_with_the_next_generation(
     second, *_ = desk.form(2, forks=3)
     assert second.what == "writer"
     assert len(clients(second, 2)) == 2
+
+
+def test_a_writer_goes_with_workers_that_hang_and_stays_when_they_are_killed_for_other_reasons(desk: Desk) -> None:
+    desk.form(1, forks=3)
+    with subprocess.Popen(["sleep", "600"]) as process:  # stands for the writer, frozen or not
+        desk.zygote.send({"kind": "forked", "id": -2, "pid": process.pid})
+        assert desk.node._to_zygote is not None
+        desk.node.read(desk.node._to_zygote)
+        desk.node.kill_workers()
+        assert process.poll() is None
+        desk.node.kill_hung()
+        assert process.wait(timeout=60) == -signal.SIGKILL
+    assert desk.form(2, forks=3)[0].what == "writer"
 
 
 @pytest.mark.parametrize("desk", [["python", "mine.py"]], indirect=True)

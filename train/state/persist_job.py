@@ -36,7 +36,8 @@ _CHUNK = 32 * 1024 * 1024  # bytes between two looks whether the job was abandon
 
 
 class Memory:
-    """The two state segments, mapped for reading. They grow and never shrink, so that a mapping stays good."""
+    """The two state segments, mapped for reading. They grow and never shrink, so that a mapping stays good; it is kept,
+    as to make it anew for each save would cost as much of the processor as all the writing."""
 
     def __init__(self, fds: Sequence[int]) -> None:
         """Takes the descriptors over."""
