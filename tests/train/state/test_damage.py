@@ -111,10 +111,10 @@ def test_if_none_is_left_training_does_not_start(saved: RunDir, damage: str) -> 
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(
     saved: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: RunDir) -> list[CheckpointName]:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.checkpoints))
+    def broken(folder: Path) -> list[str]:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
 
-    monkeypatch.setattr(RunDir, "all_checkpoints", broken)
+    monkeypatch.setattr(os, "listdir", broken)
     with pytest.raises(NoValidCheckpointError, match="Stale file handle"):
         make_job(saved, 1).checkpointer().restore(make_entries(0))
 
