@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError
+from .find import find_run
+from .run.chosen import NOTATION, find_checkpoint
 from .run.effective import effective_config
 from .run.layout import CheckpointName, RunDir
 from .run.manifest import InvalidCheckpointError, Manifest, read_manifest
@@ -127,6 +130,18 @@ def _unfinished(directory: Path, name: CheckpointName) -> Found:
 
 def _short(problem: str, directory: Path) -> str:
     return problem.removeprefix(f"{directory}/").removeprefix(f"{directory}: ")
+
+
+def checkpoint_at(text: str) -> Path:
+    """What a person means, runs also by job id. Raises UserError, ValueError: nothing is there."""
+    return find_checkpoint(text, _run)
+
+
+def _run(text: str) -> RunDir:
+    try:
+        return find_run(text)
+    except UserError as e:
+        raise UserError(f"{text}: no checkpoint, no run and no job; expected {NOTATION}") from e
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from .checkpoint_look import checkpoint_at
 from .checkpoint_ls import amount
 from .errors import environment_error
-from .find import find_run
-from .run.chosen import NOTATION, find_checkpoint
+from .run.chosen import NOTATION
 from .run.manifest import INDEX, InvalidCheckpointError, Manifest, check_sizes, read_manifest
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
 from .run.retention import validation_of
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--tensors", nargs="?", const="*", metavar="GLOB", help="list the tensors (of these names)")
     p.add_argument("--json", action="store_true", help="one JSON object, for programs")
     arguments = p.parse_args(argv)
-    directory = find_checkpoint(arguments.what, find_run)
+    directory = checkpoint_at(arguments.what)
     try:
         manifest = read_manifest(directory)
     except InvalidCheckpointError as e:
@@ -94,14 +94,18 @@ def _text(directory: Path, manifest: Manifest, problem: str | None, tensors: Seq
         ("run", manifest.run or "-"),
         ("state", health),
         ("written", written),
-        ("size", f"{amount(size)} in {len(shards)} shards, largest {amount(max((f.size for f in shards), default=0))}"),
+        (
+            "size",
+            f"{amount(size)}; shards: {len(shards)}, the largest {amount(max((f.size for f in shards), default=0))}",
+        ),
         ("layout", ", ".join(f"{axis} {count}" for axis, count in manifest.layout.items()) or "-"),
         ("progress", ", ".join(f"{key} {value}" for key, value in progress_of(state).items()) or "-"),
         ("validation", "-" if loss is None else f"loss {loss.loss:.4f} at step {loss.step}"),
     ]
     for kind, (count, numel, nbytes) in kinds_of(tensors).items():
         rows.append((kind, f"{count} tensors, {numel:,} values, {amount(nbytes)}"))
-    lines = [f"{name:<16}{value}" for name, value in rows]
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{width}}{value}" for name, value in rows]
     settings = settings_in(state)
     if settings:
         lines += ["", "settings", *(f"  {key} = {json.dumps(value)}" for key, value in settings.items())]

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import hand_over
+from .checkpoint_look import checkpoint_at
 from .errors import UserError
 from .find import find_run
-from .run.chosen import NOTATION, find_checkpoint, is_checkpoint
+from .run.chosen import NOTATION, is_checkpoint
 from .run.manifest import InvalidCheckpointError, Manifest, read_manifest
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
 from .run.verification import THREADS, Verdict, told, verify_directory
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 def _meant(text: str, is_all: bool) -> list[Path]:
     if not is_all or is_checkpoint(Path(text)):
-        return [find_checkpoint(text, find_run)]
+        return [checkpoint_at(text)]
     run = find_run(text)
     names = run.all_checkpoints()
     if not names:

@@ -147,10 +147,11 @@ def sentence(a: Advice) -> str:
     now = "none set"
     if a.set_interval is not None and a.set_steps is not None and a.set_share is not None:
         now = f"set {_steps(a.set_steps, a.set_interval)}, which costs {a.set_share:.2%} of the time"
+    nodes = f"{a.nodes} node{'s' * (a.nodes != 1)}"
     return (
         f"interval: {now}; best {_steps(a.steps, a.interval)}, {a.share:.2%} (Daly 2006): a checkpoint costs "
         f"{_time(a.cost)} of training ({_time(a.blocked)} blocked; mean of {a.saves}) and is durable after "
-        f"{_time(a.durable)}; a failure every {_time(a.mtbf)} ({a.failures} in {_time(a.worked)} on {a.nodes} nodes, "
+        f"{_time(a.durable)}; a failure every {_time(a.mtbf)} ({a.failures} in {_time(a.worked)} on {nodes}, "
         f"and a prior of one in {NODE_MTBF / 86400:.0f} node-days)"
     )
 

@@ -157,7 +157,11 @@ def test_a_checkpoint_is_named_in_several_ways(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("r1:7", "no checkpoint of step 7"), ("r1/step-00000007-a0001", "no such checkpoint"), ("r9", "r9: no run dir")],
+    [
+        ("r1:7", "no checkpoint of step 7"),
+        ("r1/step-00000007-a0001", "no such checkpoint"),
+        ("r9", "r9: no checkpoint, no run and no job; expected"),
+    ],
 )
 def test_what_is_not_there_is_said_in_one_line(
     run: RunDir, text: str, message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
