@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from .run.chosen import NOTATION
 from .run.manifest import INDEX, InvalidCheckpointError, Manifest, check_sizes, read_manifest
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
 from .run.retention import validation_of
-from .run.verification import expanded, nbytes_of, verified_at
+from .run.verification import expanded, nbytes_of, parse_index, verified_at
 from .status import duration
 
 EPILOG = """examples:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     except InvalidCheckpointError as e:
         raise environment_error(str(e)) from e
     problem = problem_of(directory, manifest)
-    tensors = list(index_lines(directory))
+    tensors = index_lines(directory)
     chosen = [t for t in tensors if arguments.tensors is None or fnmatchcase(t["name"], arguments.tensors)]
     if arguments.json:
         listed = chosen if arguments.tensors is not None else None
@@ -68,14 +68,12 @@ def problem_of(directory: Path, manifest: Manifest) -> str | None:
     return None
 
 
-def index_lines(directory: Path) -> Iterator[dict[str, Any]]:
-    """The lines of an index that lies in `directory`; none if it is not there, or as far as it can be read."""
+def index_lines(directory: Path) -> list[dict[str, Any]]:
+    """The lines of an index that lies in `directory`; none if it is not there, or damaged (`problem_of` says so)."""
     try:
-        with open(directory / INDEX, "rb") as f:
-            for line in f:
-                yield json.loads(line)
+        return parse_index((directory / INDEX).read_bytes())
     except (OSError, ValueError):
-        return
+        return []
 
 
 def _text(directory: Path, manifest: Manifest, problem: str | None, tensors: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -63,9 +63,13 @@ def all_damage(manifest: Manifest, read: Read, seen: Seen = lambda count: None, 
     small = {f.name: f for f in manifest.files if f.blocks is None}
     content: dict[str, bytes] = {}
     found = [d for f in small.values() if (d := _check_small(f, read, content)) is not None]
-    lines = _lines(content.get(INDEX))
-    if lines is not None:
+    lines: list[dict[str, Any]] = []
+    try:
+        lines = parse_index(content.get(INDEX, b""))
         found += _gaps(lines, {f.name: f.size for f in manifest.files})
+    except (ValueError, KeyError, TypeError) as e:
+        lines = []
+        found.append(Damage(INDEX, 0, 0, None, f"is none of an index ({type(e).__name__}: {e})", ()))
     large = [f for f in manifest.files if f.blocks is not None and f.blocks in content]
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         work = [
@@ -77,7 +81,7 @@ def all_damage(manifest: Manifest, read: Read, seen: Seen = lambda count: None, 
         try:
             for done in work:
                 for damage in done.result():
-                    found.append(_with_tensors(damage, lines or ()) if len(found) < _NAMED else damage)
+                    found.append(_with_tensors(damage, lines) if len(found) < _NAMED else damage)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -117,20 +121,28 @@ def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen) 
     return found
 
 
-def _lines(index: bytes | None) -> list[dict[str, Any]] | None:
-    if index is None:
-        return None
-    try:
-        return [json.loads(line) for line in index.splitlines()]
-    except ValueError:
-        return None
+def parse_index(data: bytes) -> list[dict[str, Any]]:
+    """The lines of an index, each with `name`, `dtype`, `shape` and `slices`.
+
+    Raises:
+        ValueError: a line is not what stoker writes; says which.
+    """
+    lines = []
+    for number, text in enumerate(data.splitlines(), 1):
+        try:
+            line = json.loads(text)
+            str(line["name"]), nbytes_of(line), int(line["slices"]["count"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"line {number}: {type(e).__name__}: {e}") from e
+        lines.append(line)
+    return lines
 
 
 def slices_of(line: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     """(file, first byte, bytes) of each slice of a line of the index."""
-    width = _SIZES.get(line["dtype"], 1)
-    for s in expanded(line):
-        yield s["file"], s["at"], prod(s["shape"]) * width
+    width, s = _SIZES.get(line["dtype"], 1), line["slices"]
+    for file, at, *shape in zip(*map(_column, (s["file"], s["at"], *s["shape"])), strict=True):
+        yield f"shard-{file:05d}.safetensors", at, prod(shape) * width
 
 
 def expanded(line: dict[str, Any]) -> list[dict[str, Any]]:

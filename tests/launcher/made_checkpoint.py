@@ -19,7 +19,7 @@ def make_checkpoint(run: RunDir, step: int, attempt: int = 1, loss: Any = None, 
     directory = run.checkpoint(CheckpointName(step, attempt))
     directory.mkdir(parents=True)
     shard = bytes(step % 251 for _ in range(1000)) + bytes(SIZE - 1000)
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"name": "model/early", "dtype": "F32", "shape": [10, 3], "slices": piece([10, 3], 1024)},
         {
             "name": "optim/exp_avg/late",
@@ -28,6 +28,7 @@ def make_checkpoint(run: RunDir, step: int, attempt: int = 1, loss: Any = None, 
             "slices": piece([20], SIZE - 40),
         },
     ]
+    lines[0] |= fields.get("change", {})
     index, offsets = b"", []
     for line in lines:
         offsets.append(len(index))

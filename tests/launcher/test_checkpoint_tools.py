@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from made_checkpoint import SIZE, flip, make_checkpoint
+from made_checkpoint import SIZE, flip, make_checkpoint, piece
 from stoker.launcher import cli
 from stoker.launcher.checkpoint import TOOLS
 from stoker.launcher.run import chosen
@@ -236,6 +236,24 @@ def test_verify_sees_a_flip_in_every_small_file(run: RunDir, file: str, capsys: 
     code, out, _ = stoker(capsys, "verify", directory)
     assert code == 1
     assert f"DAMAGED: {file}: " in out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shape": [11, 3]}, "model/early: slices have 120 bytes of 132"),
+        ({"slices": piece([9, 3], 1024)}, "model/early: slices have 108 bytes of 120"),
+        ({"slices": piece([10, 3], 6_000_000)}, "model/early: a slice lies beyond the end of shard-00000"),
+        ({"slices": piece([10, 3], 0) | {"file": [[7, 0, 1]]}}, "lies beyond the end of shard-00007"),
+        ({"slices": {"count": 1}}, "index.jsonl: is none of an index (KeyError: 'file')"),
+        ({"slices": [1]}, "index.jsonl: is none of an index (ValueError: line 1: TypeError"),
+    ],
+)
+def test_verify_sees_an_index_that_does_not_add_up(run: RunDir, change: dict[str, Any], said: str, capsys: Any) -> None:
+    """What a save that lost a rank's part would leave, with all checksums right."""
+    directory = make_checkpoint(run, 600, 2, change=change)
+    code, out, _ = stoker(capsys, "verify", directory)
+    assert (code, said in out) == (1, True), out
 
 
 def test_verify_hands_bytes_in_an_object_store_over(run: RunDir, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
