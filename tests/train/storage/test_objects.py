@@ -163,6 +163,17 @@ def test_removal_takes_the_objects_too_and_is_done_later_if_the_store_refuses(
     assert list(run.checkpoints.iterdir()) == []
 
 
+def test_a_store_that_deletes_one_by_one_only(shelf: Shelf, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(shelf, 10)
+
+    def unknown(self: Bucket, keys: list[str]) -> None:
+        raise OSError(5, "NotImplemented", keys[0])
+
+    monkeypatch.setattr(Bucket, "_delete_together", unknown)
+    shelf.remove(TEN)
+    assert bucket.sizes() == {}
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
