@@ -34,6 +34,9 @@ class RemotePersister:
 
     def begin(self, part: Part) -> None:
         if self._local is None:
+            self._part, self._is_waiting = None, False
+            self._receive()  # a writer that was lost since the last job costs nothing
+        if self._local is None:
             self._part, self._is_waiting = part, True
             self._send({"kind": "begin", "part": asdict(part)})
         else:

@@ -175,6 +175,14 @@ def test_the_loss_of_the_writer_fails_one_save_and_the_workers_go_on_alone(write
     assert names(writer.run) == ["step-00000070-a0001"]
 
 
+def test_the_loss_of_an_idle_writer_costs_nothing(zygote: Zygote, writer: Writer, pair: Pair) -> None:
+    save(writer, pair, job=1, step=10)
+    os.kill(writer.pid, signal.SIGKILL)
+    assert zygote.status(writer.pid) == -signal.SIGKILL
+    save(writer, pair, job=2, step=20)
+    assert writer.lost == ["end of stream"] * 2
+
+
 def test_a_worker_that_ends_in_a_save_leaves_nothing_and_the_next_is_served(writer: Writer, pair: Pair) -> None:
     begin(writer, pair, job=1, step=10)
     answer(pair[1][1], "part")
