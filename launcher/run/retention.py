@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any, Protocol
 
 from .layout import CheckpointName
-from .manifest import InvalidCheckpointError, Manifest, check_sizes, read_manifest
+from .manifest import InvalidCheckpointError, Manifest
 
 
 class Stateful(Protocol):
@@ -126,20 +125,18 @@ class Retention:
         return list(best.values())[: self.keep_best]
 
 
-def look_at(directory: Path) -> Manifest | None:
-    """What `look` is for a checkpoint in a directory: its manifest if that, sizes and small files are right.
+def looked(read: Callable[[], Manifest]) -> Manifest | None:
+    """What `read` gives, None for what is no valid checkpoint.
 
     Raises:
-        OSError: storage does not say (and what is good must not go because of that).
+        OSError: storage does not say. What is good must not go because of that.
     """
     try:
-        manifest = read_manifest(directory)
-        check_sizes(directory, manifest)
+        return read()
     except InvalidCheckpointError as e:
         if isinstance(e.__cause__, OSError) and not isinstance(e.__cause__, FileNotFoundError):
             raise e.__cause__ from e
         return None
-    return manifest
 
 
 def validation_of(manifest: Stateful) -> Validation | None:

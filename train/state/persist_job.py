@@ -6,7 +6,6 @@ writer process (persist_writer.py) and the thread in a worker (persist_local.py)
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import sys
@@ -24,7 +23,7 @@ from ...launcher.run.attempts import Fence, SupersededError
 from ...launcher.run.failpoints import failpoint
 from ...launcher.run.layout import CheckpointName, RunDir
 from ...launcher.run.manifest import FileEntry, InvalidCheckpointError, Manifest, block_checksums, describe
-from ...launcher.run.retention import Retention
+from ...launcher.run.retention import Retention, looked
 from ..storage.base import Shelf, Sink, Target
 from ..storage.choice import target_of
 from .checksum import crc32
@@ -260,9 +259,7 @@ class Runner:
         return []
 
     def _look(self, name: CheckpointName) -> Manifest | None:
-        with contextlib.suppress(InvalidCheckpointError):
-            return self._shelf.manifest(name)
-        return None
+        return looked(lambda: self._shelf.manifest(name))
 
 
 class _Shard:

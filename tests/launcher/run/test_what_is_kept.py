@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stoker.launcher.run.layout import CheckpointName
-from stoker.launcher.run.manifest import Manifest
-from stoker.launcher.run.retention import Retention, look_at, validation_of
+from stoker.launcher.run.manifest import Manifest, read_manifest
+from stoker.launcher.run.retention import Retention, looked, validation_of
 
 
 def parse(text: str) -> list[CheckpointName]:
@@ -112,10 +112,10 @@ def test_without_best_and_every_only_the_newest_are_looked_at() -> None:
 
 
 def test_storage_that_does_not_answer_is_not_taken_for_damage(tmp_path: Path) -> None:
-    assert look_at(tmp_path) is None  # no manifest: not a checkpoint
+    assert looked(lambda: read_manifest(tmp_path)) is None  # no manifest: not a checkpoint
     (tmp_path / "manifest.json").mkdir()  # reads with EISDIR, which stands for any error but "no such file"
     with pytest.raises(IsADirectoryError):
-        look_at(tmp_path)
+        looked(lambda: read_manifest(tmp_path))
 
 
 NAMES = st.builds(CheckpointName, st.integers(1, 12), st.integers(1, 4))
