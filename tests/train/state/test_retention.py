@@ -68,3 +68,32 @@ def test_a_checkpoint_goes_in_one_rename(run: RunDir, monkeypatch: pytest.Monkey
     assert steps(run) == [20]
     make_job(run, 1).checkpointer().save(30, make_entries(0), {})
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000020-a0001", "step-00000030-a0001"]
+
+
+def test_the_best_and_those_at_regular_steps_stay(run: RunDir) -> None:
+    checkpointer = make_job(run, 1).checkpointer(keep=1, keep_every=30, keep_best=1)
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5), (50, 2.5)):
+        checkpointer.save(step, make_entries(0), {"validation": {"step": step, "loss": loss}})
+    assert steps(run) == [50, 30, 20]
+
+
+def test_nothing_goes_while_storage_does_not_say_what_is_good(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(run, 1)
+    checkpointer = job.checkpointer(keep=1, keep_every=10)
+    for step in (10, 15):
+        checkpointer.save(step, make_entries(0), {})
+    original = os.stat
+
+    def stat(path: object, *rest: object, **more: object) -> os.stat_result:
+        if "step-00000010-a0001/shard" in str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return original(path, *rest, **more)
+
+    monkeypatch.setattr(os, "stat", stat)
+    checkpointer.save(20, make_entries(0), {})
+    assert steps(run) == [20, 15, 10]
+    (failed,) = [e for e in job.events if e["event"] == "prune_failed"]
+    assert "Input/output error" in failed["error"]
+    monkeypatch.undo()
+    checkpointer.save(25, make_entries(0), {})
+    assert steps(run) == [25, 20, 10]
