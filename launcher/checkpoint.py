@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from .errors import UserError
+from .find import find_run
 from .run.outcome import EXIT_FINISHED
 
 # tool -> (module below stoker.launcher; None: the trainer's, what it does)
@@ -46,9 +49,20 @@ def main(argv: list[str]) -> int:
         raise UserError(f"unknown tool {tool!r}; expected one of {', '.join(TOOLS)}")
     module = TOOLS[tool][0]
     if module is None:
-        hand_over(tool, arguments)
+        hand_over(tool, _with_runs(arguments))
     code: int = importlib.import_module(f".{module}", __package__).main(arguments)
     return code
+
+
+def _with_runs(arguments: list[str]) -> list[str]:
+    """Job ids as the directories of their runs: the trainer's side knows no Slurm. What follows an option is left."""
+    found = []
+    for before, text in zip(["", *arguments], arguments, strict=False):
+        job = re.match(r"\d+(?=$|[:/])", text)
+        if job is not None and not before.startswith("-") and not Path(text).exists():
+            text = f"{find_run(job[0]).path}{text[job.end() :]}"
+        found.append(text)
+    return found
 
 
 def hand_over(tool: str, arguments: list[str]) -> NoReturn:

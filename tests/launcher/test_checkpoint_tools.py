@@ -341,6 +341,20 @@ def test_prune_refuses_numbers_that_make_no_sense(run: RunDir, option: str, caps
 # the verb
 
 
+def test_the_trainer_s_tools_are_handed_the_directories_of_jobs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.path.parents[1])
+    handed: list[str] = []
+
+    def execv(program: str, arguments: list[str]) -> None:
+        handed[:] = arguments[4:]
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(SystemExit):
+        cli.main(["checkpoint", "average", "7:100", "7/step-00000150-a0001", "--last", "7", "--out", "7"])
+    assert handed == [f"{run.path}:100", f"{run.path}/step-00000150-a0001", "--last", "7", "--out", "7"]
+
+
 @pytest.mark.parametrize("tool", ["ls", "show", "verify", "prune"])
 def test_every_tool_explains_itself_with_examples(tool: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as e:
