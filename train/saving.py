@@ -22,6 +22,10 @@ from .state.entry import Entry
 Snapshot = Callable[[], tuple[int, Sequence[Entry], dict[str, Any]]]  # step, entries, state
 
 
+def _nothing() -> tuple[int, Sequence[Entry], dict[str, Any]]:
+    raise AssertionError("a closed trainer is not saved")
+
+
 class Saving:
     """One per trainer. All ranks make the same decisions: by steps, or by sums over all ranks.
 
@@ -110,6 +114,7 @@ class Saving:
     def close(self) -> None:
         """Abandon what is under way. Safe after an error, and twice."""
         self.checkpointer.close()
+        self._snapshot = _nothing  # it holds the trainer, which holds this
 
     def _begin(self, wait: bool = False, is_urgent: bool = False) -> str | None:
         self._is_postponed, self._last = False, time.monotonic()

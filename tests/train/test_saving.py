@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,22 @@ def test_a_trainer_that_ends_early_leaves_no_half_of_a_checkpoint(
     trainer.close()
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("stoker-pack")]
+
+
+def test_a_closed_trainer_keeps_no_tensor_alive(tmp_path: Path, tiny_data: Path) -> None:
+    trainer = build(tmp_path, tiny_data, 99, interval=2)
+    for _ in range(3):
+        trainer.step()
+    trainer.close()
+    gc.collect()
+    gc.disable()  # what is freed now is freed at once, not some time
+    try:
+        moments = [weakref.ref(t) for t in trainer.optimizer.state()["exp_avg"].values()]
+        weight = weakref.ref(trainer.model.norm)
+        del trainer
+        assert {ref() for ref in (weight, *moments)} == {None}
+    finally:
+        gc.enable()
 
 
 def test_the_last_validation_is_in_the_checkpoint_and_outlives_a_restart(tmp_path: Path, tiny_data: Path) -> None:

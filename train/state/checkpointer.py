@@ -116,7 +116,7 @@ class Checkpointer:
             with suppress(OSError, MemoryError):  # the first save will say so
                 for memory in memories:
                     memory.reserve(self._staging.capacity)
-                populate(memories)
+                populate(memories, self._grid.device)
 
     def begin(self, step: int, entries: Sequence[Entry], state: dict[str, Any], prune: bool = True) -> bool:
         """Save the state after `step` optimizer steps. The tensors may change once `settle` has returned.
@@ -256,12 +256,13 @@ class Checkpointer:
             if save.published is not None:
                 self._saved(save)
         self.abandon()
+        # Tensors are let go of here: a next trainer in this process needs their memory.
+        self._planner, self._shard = Planner(self._grid.rank), None
+        self._copies.clear()
         if self._own is not None:
             memories, persister = self._own
-            persister.close()
             self._own = None
-            self._copies.clear()
-            self._shard = None
+            persister.close()
             for memory in memories:
                 memory.close()
 

@@ -70,7 +70,7 @@ class Memory:
         self._close = weakref.finalize(self, os.close, self.fd)
         self._map: mmap.mmap | None = None
         self._tensor: torch.Tensor | None = None
-        self._pinned = 0  # address registered with CUDA
+        self._pinned, self._pinning = 0, threading.Lock()  # address registered with CUDA
 
     @property
     def data(self) -> memoryview:
@@ -120,9 +120,9 @@ class Memory:
 
     def pin(self) -> None:
         """Register it with CUDA, so that copies from the device run beside it. Where that fails copies are slower."""
-        if self._tensor is None or self._pinned:
-            return
-        with contextlib.suppress(RuntimeError):
+        with self._pinning, contextlib.suppress(RuntimeError):
+            if self._tensor is None or self._pinned:
+                return
             address = self._tensor.data_ptr()
             if int(torch.cuda.cudart().cudaHostRegister(address, self.capacity, 0)) == 0:
                 self._pinned = address
@@ -141,12 +141,16 @@ class Memory:
         self._close()
 
 
-def populate(memories: Sequence[Memory]) -> threading.Thread:
-    """Make all pages of these present, in a thread of its own."""
+def populate(memories: Sequence[Memory], device: torch.device) -> threading.Thread:
+    """Make all pages of these present, and pin them where `device` wants that, in a thread of its own."""
 
     def work() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         for memory in memories:
             memory.populate()
+            if device.type == "cuda":
+                memory.pin()
 
     thread = threading.Thread(target=work, name="stoker-populate", daemon=True)
     thread.start()

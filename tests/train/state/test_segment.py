@@ -134,7 +134,7 @@ def test_memory_is_made_present_ahead_of_the_first_copy_and_keeps_its_content() 
     memory.reserve(8 * MIB)
     memory.tensor[5] = 9
     assert memory.held < MIB
-    populate([memory]).join()
+    populate([memory], torch.device("cpu")).join()
     if memory.held < MIB:
         pytest.skip("this kernel cannot")
     assert memory.held == 8 * MIB
