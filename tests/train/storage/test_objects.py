@@ -142,6 +142,17 @@ def test_what_earlier_attempts_left_is_swept_and_what_they_finished_is_taken_up(
     assert {key.partition("/")[0] for key in bucket.sizes()} == {"step-00000005-a0001", "step-00000015-a0001"}
 
 
+def test_a_writer_that_wakes_up_late_does_not_take_away_what_was_taken_up(shelf: Shelf, bucket: Bucket) -> None:
+    old = begin(shelf, 10)
+    with pytest.raises(Superseded):
+        old.publish(fill(old, 10, b"whole"), refuse)  # frozen there, while attempt 2 begins
+    shelf.sweep(2)
+    assert shelf.names() == [TEN]
+    old.discard()
+    shelf.manifest(TEN)
+    assert read(shelf, TEN, 0, 5) == b"whole"
+
+
 def test_removal_takes_the_objects_too_and_is_done_later_if_the_store_refuses(
     run: RunDir, shelf: Shelf, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
