@@ -58,6 +58,16 @@ def build(run: Path, data: Path, steps: int, pulse: Pulse | None = None, **check
     return Trainer.build(config, single(), make_context(run, pulse=pulse))
 
 
+def open_when_abandoned(trainer: Trainer, gate: threading.Event) -> None:
+    checkpointer, abandon = trainer.saving.checkpointer, trainer.saving.checkpointer.abandon
+
+    def abandoned() -> None:
+        abandon()
+        gate.set()
+
+    checkpointer.abandon = abandoned  # type: ignore[method-assign]
+
+
 def steps_until(trainer: Trainer, condition: Callable[[], bool]) -> None:
     """Train on, as a run does while a writer is at work."""
     for _ in range(2000):
@@ -112,7 +122,7 @@ def test_a_stop_with_a_save_abandons_an_older_one_that_is_still_being_written(
     tmp_path: Path, tiny_data: Path, gate: threading.Event
 ) -> None:
     trainer = build(tmp_path, tiny_data, 99, stopping_at(5), interval=3)
-    threading.Timer(0.2, gate.set).start()
+    open_when_abandoned(trainer, gate)
     assert trainer.run() == Ended(False, 5, 5)
     trainer.close()
     assert saved_steps(tmp_path) == [5]
@@ -163,7 +173,7 @@ def test_a_trainer_that_ends_early_leaves_no_half_of_a_checkpoint(
     trainer = build(tmp_path, tiny_data, 99, interval=2)
     for _ in range(3):
         trainer.step()
-    threading.Timer(0.2, gate.set).start()
+    open_when_abandoned(trainer, gate)
     trainer.close()
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("stoker-pack")]
