@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from stoker.conf.load import to_plain
 from stoker.conf.schema import ClusterConfig, Config, ContainerConfig, ContainerRuntime, DataConfig, DataSource
-from stoker.launcher.container import entry, environment_inside
+from stoker.launcher.container import derived_mounts, entry, environment_inside
 from stoker.launcher.launch_agents import launch_agents, srun_command
 from stoker.launcher.run.layout import RunDir
 
@@ -53,6 +53,16 @@ def test_line_without_a_container() -> None:
 def test_line_with_a_staged_environment() -> None:
     bootstrap, *rest = AGENT
     assert line(config(stage=True)) == [*SRUN, "/venv/bin/python", bootstrap, "--staged", *rest]
+
+
+@pytest.mark.parametrize(
+    ("storage", "extra"), [("/big/ckpts", ["/big/ckpts", "/nvme"]), ("s3://bucket/runs", ["/nvme"]), (None, ["/nvme"])]
+)
+def test_where_checkpoints_lie_is_mounted(storage: str | None, extra: list[str]) -> None:
+    plain = config("pyxis")
+    plain["checkpoint"] |= {"storage": storage, "local": "/nvme"}
+    found = [m.source for m in derived_mounts(plain, RUN, "/scratch")]
+    assert found == sorted(["/data/web", RUN, "/proj/b", "/proj/tok", "/scratch", *extra])
 
 
 def test_line_for_pyxis() -> None:
