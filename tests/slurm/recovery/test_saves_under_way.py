@@ -72,6 +72,18 @@ def test_a_power_cut_of_a_node(lab: Any, same: Same) -> None:
     lab.cluster.restart_node(victim)
 
 
+@pytest.mark.full
+def test_an_agent_that_dies_alone_has_the_run_requeued(lab: Any, same: Same) -> None:
+    run = lab.launch("agent", failpoints=held(60_000))
+    wait_under_way(run)
+    (agent,) = [p for p in lab.cluster.processes_on(run.nodes()[1]) if "stoker.launcher.agent" in p.command()]
+    os.kill(agent.pid, signal.SIGKILL)
+    assert_finished(run)
+    assert run.outcomes()[0].cause is Cause.NODE_FAILURE
+    assert run.events("restored")[-1]["step"] == 10
+    same(run)
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_writer_costs_one_save_and_no_step(lab: Any, same: Same, rank: int) -> None:
     """Killed while it works for this rank; the ranks of its node go on alone, and nobody is restarted."""

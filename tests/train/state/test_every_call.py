@@ -117,6 +117,24 @@ def test_an_error_of_any_call_is_told_on_all_ranks_and_the_next_save_works(saves
         saves.clean_up()
 
 
+@both_ranks
+@pytest.mark.parametrize("every", [pytest.param(13, id="sample"), EVERY[1]])
+def test_storage_that_refuses_everything_from_any_call_on_costs_only_what_is_new(saves: Saves, every: int) -> None:
+    """What could not be taken away then is swept by the next attempt."""
+    calls = saves.calls()
+    for at in range(0, len(calls), every):
+        tap, ranks = saves.start(at, errno.EIO, lasting=True)
+        with tap:
+            first, second = (rank.result() for rank in ranks)
+        assert first.value == second.value, calls[at]
+        said, later = first.value
+        assert said == SAVED or said.endswith(": Input/output error"), calls[at]
+        assert later.startswith("checkpoint step-00000025-a0001 not saved: "), calls[at]
+        assert later.endswith(": Input/output error"), calls[at]
+        check_old_or_new(saves.run)
+        saves.clean_up()
+
+
 def test_short_writes_are_gone_on_with(crew: Crew, older: Path, tmp_path: Path) -> None:
     saves = Saves(crew, older, tmp_path, 1)
     tap, ranks = saves.start(None, "short")

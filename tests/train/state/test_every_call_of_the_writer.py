@@ -29,20 +29,24 @@ from stoker.train.state.persist_local import LocalPersister
 from stoker.train.state.persist_remote import LOST, RemotePersister
 from stoker.train.state.persist_writer import Writer
 from stoker.train.storage.choice import shelf_of
-from striking import EVERY, OLD, SAVED, check_thawed, needs_kernel, small, take_over
+from striking import EVERY, OLD, SAVED, check_old_or_new, check_thawed, needs_kernel, small, take_over
 from syscalls import Tap, install
 
 pytestmark = needs_kernel
 
 
-def attempt(job: Job, tap: str, steps: list[int]) -> dict[str, Any]:
-    """A writer process, watched, and two ranks that save these steps with it. What they were told, and its end."""
+def attempt(job: Job, tap: str, steps: list[int], is_orphan: bool = False) -> dict[str, Any]:
+    """A writer process, watched, and two ranks that save these steps with it. What they were told, and its end.
+
+    is_orphan: to the writer, its agent lives on when this process does not.
+    """
     run = job.context.run
     agent, theirs = socket.socketpair()
     writer = os.fork()
     if writer == 0:
         try:
-            agent.close()
+            if not is_orphan:
+                agent.close()
             install(tap)
             Writer(run, shelf_of(run, CheckpointConfig()), Channel(theirs)).serve()
         finally:
@@ -100,11 +104,11 @@ class Saves:
         self._crew, self._older, self._copies = crew, older, copies
         self.run = RunDir(copies)
 
-    def start(self, at: int | None, action: str | int, *steps: int) -> tuple[Tap, Rank]:
+    def start(self, at: int | None, action: str | int, *steps: int, is_orphan: bool = False) -> tuple[Tap, Rank]:
         self.run = RunDir(self._copies / f"{at}-{action}")
         shutil.copytree(self._older, self.run.path)
         tap = Tap(self.run.checkpoints, at, action)
-        (rank,) = self._crew.start(attempt, self.run, 1, tap=tap.address, steps=steps)
+        (rank,) = self._crew.start(attempt, self.run, 1, tap=tap.address, steps=steps, is_orphan=is_orphan)
         return tap, rank
 
     def result(self, at: int | None, action: str | int) -> tuple[Tap, dict[str, Any]]:
@@ -190,3 +194,28 @@ def test_a_writer_frozen_at_any_call_and_thawed_under_a_later_attempt_harms_noth
         assert result.value["said"] in ([superseded], ["published"]), str(tap.calls[at])
         check_thawed(saves.run, theirs)
         saves.clean_up()
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_ranks_killed_while_their_writer_is_at_any_call_leave_the_old_or_the_new_checkpoint(
+    saves: Saves, every: int
+) -> None:
+    """The writer outlives them, as on a node where one generation of workers follows another."""
+    for at in range(0, saves.count(), every):
+        tap, rank = saves.start(at, "freeze", 20, is_orphan=True)
+        with tap:
+            until(tap.acted.is_set)
+            until(partial(is_frozen, tap.process))
+            os.kill(rank.pid, signal.SIGKILL)
+            assert rank.code() == -signal.SIGKILL
+            os.kill(tap.process, signal.SIGCONT)
+            until(partial(has_one_thread, tap.process))
+            assert [p.name for p in saves.run.checkpoints.glob(".tmp-step*")] == [], str(tap.calls[at])
+            os.kill(tap.process, signal.SIGKILL)
+        check_old_or_new(saves.run)
+        saves.clean_up()
+
+
+def has_one_thread(pid: int) -> bool:
+    """It has no work any more: threads of runners are gone."""
+    return "\nThreads:\t1\n" in Path(f"/proc/{pid}/status").read_text()
