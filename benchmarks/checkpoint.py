@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint: ours against plain writing and reading of the same bytes, and beside other tools.
 
-    python benchmarks/checkpoint.py [--gib 2] [--ranks 1 2] [--minutes 8] [--dir DIR] [--report [FILE]]
+    python benchmarks/checkpoint.py [--gib 2] [--ranks 1 2] [--minutes 6] [--dir DIR] [--report [FILE]]
 
 In every round everybody has a turn on the same machine: a copy in memory, raw write and fsync, raw reading, our save
 and our loads; then each contender saves during training steps and loads. Ratios are of the same round. Other trainers
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 from measuring import machine
 from peers import python_of
-from saving.group import Group, drop, peak, settle, warm
+from saving.group import Group, cold, peak, settle, warm
 from saving.in_trainer import KINDS, train
 from saving.node import Node
 from saving.report import Measured, report
@@ -55,12 +55,17 @@ class Bench:
     def alone(self, number: int) -> None:
         """Ours and raw in turn, the first of the two changing."""
         ours, raw, group = self.root / OURS[0], self.root / "raw", self.groups["stoker_ways"]
-        pair = [(OURS[0], ours), ("raw", raw)][:: 1 if number % 2 else -1]
+        turn = 1 if number % 2 else -1
         self.order(number, group, "copy", "raw", raw)
-        for who, directory in pair:
-            self.order(number, group, "save", who, directory)
-        for what, prepare in (("cold", drop), ("warm", warm)):
-            for who, directory in pair:
+        for do, who, directory in [
+            ("save", OURS[0], ours),
+            ("save", "raw", raw),
+            ("save direct", "raw", raw / "direct"),
+        ][::turn]:
+            self.order(number, group, do, who, directory)
+        shutil.rmtree(raw / "direct")
+        for what, prepare in (("cold", cold), ("warm", warm)):
+            for who, directory in [(OURS[0], ours), ("raw", raw)][::turn]:
                 prepare(directory)
                 self.order(number, group, "load", who, directory, what)
         self.clear(ours, raw)
@@ -69,13 +74,13 @@ class Bench:
         group, directory = self.groups[self.owner[who]], self.root / who
         directory.mkdir(exist_ok=True)
         self.order(number, group, "train", who, directory)
-        for what, prepare in (("cold", drop), ("warm", warm)):
+        for what, prepare in (("cold", cold), ("warm", warm)):
             prepare(directory)
             self.order(number, group, "load", who, directory, f"{what} in turn")
         self.clear(directory)
 
     def order(self, number: int, group: Group, do: str, who: str, directory: Path, what: str = "") -> None:
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         with peak() as memory:
             figures = group.order(do, who, directory)
         if number == 0:
@@ -120,7 +125,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="of all ranks together")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument(
+        "--minutes", type=float, default=6.0, help="for all but the trainer's runs; three rounds at least"
+    )
     parser.add_argument("--without", nargs="+", default=[], choices=list(MODULES)[1:], help="leave these out")
     parser.add_argument("--no-trainer", dest="trainer", action="store_false", help="leave the real trainer out")
     parser.add_argument("--dir", type=Path, help="where the files go; default: the temporary directory")

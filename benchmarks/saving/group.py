@@ -122,8 +122,11 @@ def files_of(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
-def drop(directory: Path) -> None:
-    """Take the files out of the page cache."""
+def cold(directory: Path) -> None:
+    """Take the files out of the page cache. They are brought in before, whoever wrote them: so the next reader finds
+    free pages that were in use a moment ago. In a virtual machine others may have to be fetched from the host, which
+    takes several times as long as reading into them."""
+    warm(directory)
     for path in files_of(directory):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)

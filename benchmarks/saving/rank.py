@@ -63,6 +63,7 @@ class Rank:
             work = {
                 "copy": self.raw.copy,
                 "save": lambda: self.raw.write(directory),
+                "save direct": lambda: self.raw.write(directory, os.O_DIRECT),
                 "load": lambda: self.raw.read(directory),
             }
             return {"seconds": elapsed(work[order["do"]])}

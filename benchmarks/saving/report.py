@@ -66,6 +66,12 @@ def paired(m: Measured) -> list[str]:
         *pair("copy of the state in memory", "raw: copy seconds", "stall of a save", "stoker: save call", 1.3),
         row("stall of the first save, memory fetched ahead", f"{first:.2f}", "", ""),
         *pair("write and fsync", "raw: save seconds", "save, until it is durable", "stoker: save seconds", 1.15),
+        row(
+            "write past the page cache, and fsync",
+            spread(m.figures["raw: save direct seconds"]),
+            spread(m.ratios("raw: save direct seconds", "raw: save seconds")),
+            "",
+        ),
         *pair("read, cold", "raw: cold seconds", "load, cold", "stoker: cold seconds", 1.15),
         *pair(
             "read, from the page cache", "raw: warm seconds", "load, from the page cache", "stoker: warm seconds", None

@@ -99,8 +99,9 @@ class Raw:
             ctypes.memmove(at, tensor.data_ptr(), tensor.nbytes)
             at += tensor.nbytes
 
-    def write(self, directory: Path) -> None:
-        fd = os.open(directory / f"raw-{self._rank}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    def write(self, directory: Path, flags: int = 0) -> None:
+        """`flags`: more of open(2)."""
+        fd = os.open(directory / f"raw-{self._rank}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o644)
         at = 0
         while at < self.size:
             at += os.write(fd, self._view[at : at + PIECE])

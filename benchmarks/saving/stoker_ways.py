@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from state import Contender
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run.attempts import Fence
@@ -32,6 +33,9 @@ WAVES_MB = 256  # of both halves together, in the variant that copies wave by wa
 
 def contenders(setting: Any, state: dict[str, torch.Tensor]) -> dict[str, Contender]:
     grid = form(Membership(setting.rank, setting.size, setting.rank, 1, 1, "127.0.0.1", setting.port), backend="gloo")
+    if setting.size == 1:  # the others have a group then too
+        store = dist.PrefixStore("stoker", dist.TCPStore("127.0.0.1", setting.port, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     run = RunDir(setting.root / "stoker")
     first, second, channel = setting.fds
     memories = Memory(first), Memory(second)
