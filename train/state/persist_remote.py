@@ -40,6 +40,7 @@ class RemotePersister:
             self._part, self._is_waiting = part, True
             self._send({"kind": "begin", "part": asdict(part)})
         else:
+            self._part, self._is_waiting = None, False  # what the writer had is over: this job is the thread's
             self._local.begin(part)
 
     def wave(self, job: int, wave: Wave) -> None:

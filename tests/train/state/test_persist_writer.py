@@ -183,6 +183,16 @@ def test_the_loss_of_an_idle_writer_costs_nothing(zygote: Zygote, writer: Writer
     assert writer.lost == ["end of stream"] * 2
 
 
+def test_the_loss_of_the_writer_between_two_saves_fails_none(writer: Writer, pair: Pair) -> None:
+    save(writer, pair, job=1, step=10)
+    os.kill(writer.pid, signal.SIGKILL)
+    for _, persister in pair:  # as ranks that wait for others to be done
+        until(lambda persister=persister: persister.poll() == [] and persister._local is not None)
+    save(writer, pair, job=2, step=20)
+    assert len(writer.lost) == 2
+    assert names(writer.run) == ["step-00000010-a0001", "step-00000020-a0001"]
+
+
 def test_a_worker_that_ends_in_a_save_leaves_nothing_and_the_next_is_served(writer: Writer, pair: Pair) -> None:
     begin(writer, pair, job=1, step=10)
     answer(pair[1][1], "part")
