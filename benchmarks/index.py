@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -87,7 +86,9 @@ class Layout:
             box = Box.whole(shape) if cut is None else _share(Box.whole(shape), cut, t, self.tensor)
             if cut is None and t != d % self.tensor:
                 continue  # one of the tensor ranks writes it
-            box = _share(box, 0, d, self.data)
+            rows = -(-box.shape[0] // self.data)
+            first = min(d * rows, box.shape[0])
+            box = box.rows(first, min(rows, box.shape[0] - first))
             if box.numel:
                 entries.append(Entry(f"{kind}/{name}", torch.empty(box.shape, dtype=dtype, device="meta"), shape, box))
         return entries
@@ -132,7 +133,7 @@ def write(directory: Path, layout_: Layout) -> dict[str, float]:
 def measure(directory: Path, layout_: Layout, rank: int) -> None:
     """In a process of its own: prints seconds of each part, and MB of memory that came."""
     entries = layout_.entries(rank)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _memory("VmRSS")
     marks = [time.perf_counter()]
     manifest = read_manifest(directory)
     marks.append(time.perf_counter())
@@ -143,8 +144,14 @@ def measure(directory: Path, layout_: Layout, rank: int) -> None:
     found = match(index, entries)
     marks.append(time.perf_counter())
     assert not found.differences, found.differences[:3]
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    memory = _memory("VmHWM") - before
     print(*(b - a for a, b in pairwise(marks)), memory, len(entries), len(found.pieces))
+
+
+def _memory(field: str) -> float:
+    """MB of this process (its parent's peak is in getrusage's, not in this)."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith(field))
 
 
 CASES = [

@@ -37,10 +37,12 @@ def from_runs(runs: Sequence[Sequence[int]], size: int) -> Column:
     Raises:
         ValueError, TypeError: these runs are none, or have another number of values.
     """
-    if sum(count for _, _, count in runs) != size or any(count < 1 for _, _, count in runs):
+    if len(runs) == 1:  # most are
+        [[begin, by, count]] = runs
+        if count == size:
+            return np.arange(size, dtype=np.int64) * by + begin
+    first, step, counts = np.array(runs, np.int64).reshape(-1, 3).T
+    if (counts < 1).any() or counts.sum() != size:
         raise ValueError(f"runs of other than {size} values")
-    parts = [
-        np.full(count, first, np.int64) if step == 0 else first + step * np.arange(count, dtype=np.int64)
-        for first, step, count in runs
-    ]
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+    place = np.arange(size, dtype=np.int64) - np.repeat(counts.cumsum() - counts, counts)  # within its run
+    return np.repeat(first, counts) + np.repeat(step, counts) * place

@@ -103,7 +103,8 @@ def _range(p: Piece) -> Range:
         first, size = (rows.start[0] - p.stored.box.start[0]) * row, p.region.shape[0] * row
     at = p.stored.at + first
     if rows.shape == p.region.shape and target.device.type == "cpu" and target.is_contiguous():
-        into = target.reshape(-1).view(torch.uint8).numpy().data
+        # A dim of size 1 may have any stride, which a view of other elements would not take.
+        into = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
         return Range(p.stored.file, at, size, into=into)
     inner = Box(tuple(a - b for a, b in zip(p.region.start, rows.start, strict=True)), p.region.shape)
     return Range(p.stored.file, at, size, take=lambda at, data: _take(target, inner, rows.shape, at, data))

@@ -33,7 +33,7 @@ def test_any_column_comes_back(values: list[int]) -> None:
     assert from_runs(runs, len(values)).tolist() == values
 
 
-@pytest.mark.parametrize("runs", [[[0, 1, 2]], [[0, 1, 4], [0, 1, -1]], [[0, 1]], 3, [[0, 1, "3"]]])
+@pytest.mark.parametrize("runs", [[[0, 1, 2]], [[0, 1, 4], [0, 1, -1]], [[0, 1]], 3, [[0, 1, "x"]]])
 def test_what_is_no_column_of_that_size_is_refused(runs: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         from_runs(runs, 3)
