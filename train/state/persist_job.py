@@ -31,7 +31,7 @@ from .index import merge_index, part_name
 from .persist import FAILED, PART, PUBLISHED, WAVE, Answer, Part, Wave
 from .writer import shard_name, sidecar_name, write_small
 
-_CHUNK = 32 * 1024 * 1024  # bytes between two looks whether the job was abandoned; a multiple of the checksum block
+_CHUNK = 256 * 1024 * 1024  # bytes between two looks whether the job was abandoned; a multiple of the checksum block
 
 
 class Memory:
