@@ -249,10 +249,12 @@ class Runner:
         retention = replace(retention, proven=retention.proven | {name}, rejected=retention.rejected - {name})
         try:
             assert self._target is not None
+            self._check_wanted()  # the next pass may be reading what it found before this one was there
             self._shelf.sweep(name.attempt, self._target.spec["token"])
             for old in retention.superfluous(self._shelf.names(), self._look):
                 self._point("prune")
                 self._check_fence()
+                self._check_wanted()
                 self._shelf.remove(old)
         except OSError as e:
             return [{"event": "prune_failed", "error": f"{e.filename}: {e.strerror}"}]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from persist_parts import BLOCK, RankData, answer, request
+from persist_parts import BLOCK, PATIENCE, RankData, answer, request
 from state_ranks import blank, digests, make_entries, make_job
 from stoker.launcher.run import failpoints
 from stoker.launcher.run.attempts import claim
@@ -182,6 +183,27 @@ def test_the_writer_prunes_after_it_has_published(run: RunDir, ranks: list[tuple
     for job, step in enumerate((10, 20, 30), 1):
         save(run, ranks, job, step, keep=2)
     assert names(run) == ["step-00000020-a0001", "step-00000030-a0001"]
+
+
+def test_who_is_abandoned_while_it_publishes_removes_nothing(
+    run: RunDir, ranks: list[tuple[RankData, Persister]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers may be reading an older one by then."""
+    save(run, ranks, 1, 10, keep=1)
+    published = threading.Event()
+
+    def on(name: str, **values: int | str) -> None:
+        if name == "checkpoint.published":
+            ranks[0][1].abandon(2)
+            published.set()
+
+    monkeypatch.setattr("stoker.train.state.persist_job.failpoint", on)
+    for data, persister in ranks:
+        data.save(persister, data.part(run, 2, 20, 2))
+    ranks[0][1].publish(2, request([answer(persister, "part") for _, persister in ranks], 20, keep=1))
+    assert published.wait(PATIENCE)
+    ranks[0][1].close()
+    assert names(run) == ["step-00000010-a0001", "step-00000020-a0001"]
 
 
 def test_a_part_that_is_not_what_its_rank_wrote_is_refused(
