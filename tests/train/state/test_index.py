@@ -1,0 +1,63 @@
+"""An index grows with what is irregular, not with the ranks, and a rank parses the lines of its own tensors only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from stoker.train.box import Box
+from stoker.train.state.entry import Entry, plan
+from stoker.train.state.index import Index, merged, part
+from stoker.train.state.loader import match
+from stoker.train.state.segment import layout
+from stoker.train.state.writer import shard_name
+
+LAYERS = 20
+
+
+def entries(rank: int, ranks: int) -> list[Entry]:
+    """Rows of twenty matrices and norms; nothing is allocated."""
+    found = []
+    for layer in range(LAYERS):
+        for name, shape in ((f"{layer:02d}.w", (4096, 512)), (f"{layer:02d}.norm", (4096,))):
+            rows = shape[0] // ranks
+            box = Box.whole(shape).rows(rank * rows, rows)
+            found.append(Entry(name, torch.empty(box.shape, device="meta"), shape, box))
+    return found
+
+
+def index_of(ranks: int) -> tuple[bytes, bytes]:
+    return merged([part(shard_name(r), layout(plan(entries(r, ranks)))[1]) for r in range(ranks)])
+
+
+def test_a_thousand_equal_shards_take_as_much_room_as_a_few() -> None:
+    few, many = index_of(4), index_of(256)
+    assert len(many[0]) < 2 * len(few[0])
+    assert len(many[1]) == len(few[1]) == 8 * 2 * LAYERS
+
+
+def test_only_the_lines_of_a_rank_s_tensors_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index(*index_of(64), "index")
+    own = [e for e in entries(5, 64) if e.name.startswith(("03.", "17."))]
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(loads(text)["name"]) or loads(text))
+    found = match(index, own)
+    assert parsed == ["03.norm", "03.w", "17.norm", "17.w"]
+    assert [(p.entry.name, p.stored.file, p.region) for p in found.pieces] == [
+        (e.name, "shard-00005.safetensors", e.box) for e in sorted(own, key=lambda e: e.name)
+    ]
+
+
+def test_a_box_meets_the_slices_that_have_its_rows() -> None:
+    index = Index(*index_of(64), "index")
+    box = Box((100, 7), (100, 3))  # of 64 rows each: the shards 1, 2 and 3
+    [first, *_] = entries(0, 64)
+    found = match(index, [replace(first, tensor=torch.empty(box.shape, device="meta"), box=box)])
+    assert [(p.stored.file, p.region) for p in found.pieces] == [
+        ("shard-00001.safetensors", Box((100, 7), (28, 3))),
+        ("shard-00002.safetensors", Box((128, 7), (64, 3))),
+        ("shard-00003.safetensors", Box((192, 7), (8, 3))),
+    ]
