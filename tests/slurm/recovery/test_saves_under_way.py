@@ -60,6 +60,7 @@ def test_a_killed_worker_is_replaced_in_place(lab: Any, same: Same) -> None:
     same(run)
 
 
+@pytest.mark.full
 def test_a_power_cut_of_a_node(lab: Any, same: Same) -> None:
     run = lab.launch("power", failpoints=held(60_000))
     wait_under_way(run)
@@ -99,6 +100,7 @@ def test_a_killed_writer_costs_one_save_and_no_step(lab: Any, same: Same, rank: 
     same(run)
 
 
+@pytest.mark.full
 def test_a_writer_killed_between_saves_costs_nothing(lab: Any, same: Same) -> None:
     run = lab.launch("idle")
     run.wait_step(13)

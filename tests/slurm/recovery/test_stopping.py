@@ -137,12 +137,12 @@ def test_code_and_config_edited_while_the_job_waits_change_nothing(lab: Any, tmp
 
 
 def test_a_writer_frozen_before_its_rename_harms_nothing(lab: Any, same: Callable[..., None]) -> None:
-    """Rank 0 stops between the last check and the rename; the run is requeued elsewhere; the old writer wakes up."""
+    """A writer stops between the last check and the rename; the run is requeued elsewhere; the old writer wakes up."""
     run = lab.launch("frozen", failpoints="step:pause-60,checkpoint.publish@step=20@attempt=1:freeze")
     run.wait_step(20)
     wait_for(lambda: list(run.dir.checkpoints.glob(".tmp-step-00000020-a0001*")), lambda: "a save under way")
     old = run.nodes()[0]
-    wait_for(lambda: "T" in {p.state for p in lab.cluster.processes_on(old)}, lambda: "rank 0 frozen")
+    wait_for(lambda: "T" in {p.state for p in lab.cluster.processes_on(old)}, lambda: "a frozen writer")
     # The node is cut off and frozen: Slurm can neither reach nor kill what runs there.
     lab.cluster.cut(old)
     lab.cluster.freeze(old)

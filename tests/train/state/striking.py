@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 from state_ranks import Job, digests, make_job, shared
@@ -14,6 +16,18 @@ from syscalls import is_possible
 needs_kernel = pytest.mark.skipif(not is_possible(), reason="this kernel does not let a test answer system calls")
 OLD, SAVED = "step-00000015-a0001", "step-00000020-a0001"
 EVERY = [pytest.param(5, id="sample"), pytest.param(1, id="all", marks=pytest.mark.full)]
+ERRORS = [
+    pytest.param(errno.EIO, 5, id="EIO-sample"),
+    pytest.param(errno.EIO, 1, id="EIO-all", marks=pytest.mark.full),
+    pytest.param(errno.ENOSPC, 1, id="ENOSPC-all", marks=pytest.mark.full),
+]
+# The step that a later attempt saves while a writer is frozen; None: it has only begun.
+TAKEN_OVER = [
+    pytest.param(20, 11, id="same-step-sample"),
+    pytest.param(20, 1, id="same-step-all", marks=pytest.mark.full),
+    pytest.param(30, 1, id="another-step-all", marks=pytest.mark.full),
+    pytest.param(None, 1, id="begun-all", marks=pytest.mark.full),
+]
 
 
 def small(seed: int) -> list[Entry]:

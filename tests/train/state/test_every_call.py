@@ -21,7 +21,18 @@ from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.manifest import verify
 from stoker.train.state.checkpointer import SaveFailedError
-from striking import EVERY, OLD, SAVED, check_old_or_new, check_thawed, held, needs_kernel, take_over
+from striking import (
+    ERRORS,
+    EVERY,
+    OLD,
+    SAVED,
+    TAKEN_OVER,
+    check_old_or_new,
+    check_thawed,
+    held,
+    needs_kernel,
+    take_over,
+)
 from syscalls import Call, Tap, install
 
 pytestmark = needs_kernel
@@ -94,8 +105,7 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_checkpoint_whole(saves: Sa
 
 
 @both_ranks
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("code", "every"), ERRORS)
 def test_an_error_of_any_call_is_told_on_all_ranks_and_the_next_save_works(saves: Saves, every: int, code: int) -> None:
     calls = saves.calls()
     for at in range(0, len(calls), every):
@@ -147,8 +157,7 @@ def test_short_writes_are_gone_on_with(crew: Crew, older: Path, tmp_path: Path) 
 
 
 @both_ranks
-@pytest.mark.parametrize("every", [pytest.param(11, id="sample"), EVERY[1]])
-@pytest.mark.parametrize("step", [20, 30, None], ids=["the-same-step", "another-step", "begun"])
+@pytest.mark.parametrize(("step", "every"), TAKEN_OVER)
 def test_a_writer_frozen_at_any_call_and_thawed_under_a_later_attempt_harms_nothing(
     saves: Saves, every: int, step: int | None
 ) -> None:

@@ -7,7 +7,6 @@ struck is whatever comes at that number.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import signal
@@ -29,7 +28,18 @@ from stoker.train.state.persist_local import LocalPersister
 from stoker.train.state.persist_remote import LOST, RemotePersister
 from stoker.train.state.persist_writer import Writer
 from stoker.train.storage.choice import shelf_of
-from striking import EVERY, OLD, SAVED, check_old_or_new, check_thawed, needs_kernel, small, take_over
+from striking import (
+    ERRORS,
+    EVERY,
+    OLD,
+    SAVED,
+    TAKEN_OVER,
+    check_old_or_new,
+    check_thawed,
+    needs_kernel,
+    small,
+    take_over,
+)
 from syscalls import Tap, install
 
 pytestmark = needs_kernel
@@ -158,8 +168,7 @@ def test_the_writer_is_killed_at_any_call_and_the_ranks_save_without_it(saves: S
         saves.clean_up()
 
 
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("code", "every"), ERRORS)
 def test_an_error_of_any_call_of_the_writer_is_told_and_the_next_save_works(
     saves: Saves, every: int, code: int
 ) -> None:
@@ -175,8 +184,7 @@ def test_an_error_of_any_call_of_the_writer_is_told_and_the_next_save_works(
         saves.clean_up()
 
 
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("step", [20, 30, None], ids=["the-same-step", "another-step", "begun"])
+@pytest.mark.parametrize(("step", "every"), TAKEN_OVER)
 def test_a_writer_frozen_at_any_call_and_thawed_under_a_later_attempt_harms_nothing(
     saves: Saves, every: int, step: int | None
 ) -> None:
