@@ -190,3 +190,16 @@ def test_newest_valid_passes_over_what_is_damaged_and_what_is_skipped(tmp_path: 
     (run.checkpoints / "step-00000060-a0001").mkdir()
     found = [str(name) for name, _ in m.newest_valid(run, frozenset({CheckpointName(20, 1)}))]
     assert found == ["step-00000030-a0002", "step-00000030-a0001", "step-00000010-a0001"]
+
+
+def test_one_bad_file_of_many_is_named(checkpoint: Path) -> None:
+    """Enough for several to be looked at at a time."""
+    more = [m.describe(f"more-{number:03d}", b"x" * number) for number in range(200)]
+    for number, f in enumerate(more):
+        (checkpoint / f.name).write_bytes(b"x" * number)
+    manifest = m.read_manifest(checkpoint)
+    dataclasses.replace(manifest, files=(*manifest.files, *more)).write(checkpoint)
+    m.check_sizes(checkpoint, m.read_manifest(checkpoint))
+    (checkpoint / "more-123").write_bytes(b"x" * 122)
+    with pytest.raises(InvalidCheckpointError, match="more-123: 122 bytes, expected 123"):
+        m.check_sizes(checkpoint, m.read_manifest(checkpoint))
