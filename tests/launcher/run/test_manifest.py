@@ -198,7 +198,7 @@ def test_one_bad_file_of_many_is_named(checkpoint: Path) -> None:
     for number, f in enumerate(more):
         (checkpoint / f.name).write_bytes(b"x" * number)
     manifest = m.read_manifest(checkpoint)
-    dataclasses.replace(manifest, files=(*manifest.files, *more)).write(checkpoint)
+    replace(manifest, files=(*manifest.files, *more)).write(checkpoint)
     m.check_sizes(checkpoint, m.read_manifest(checkpoint))
     (checkpoint / "more-123").write_bytes(b"x" * 122)
     with pytest.raises(InvalidCheckpointError, match="more-123: 122 bytes, expected 123"):
