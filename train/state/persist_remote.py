@@ -33,15 +33,14 @@ class RemotePersister:
         self._answers: list[Answer] = []
 
     def begin(self, part: Part) -> None:
+        self._part, self._is_waiting = None, False
         if self._local is None:
-            self._part, self._is_waiting = None, False
             self._receive()  # a writer that was lost since the last job costs nothing
-        if self._local is None:
-            self._part, self._is_waiting = part, True
-            self._send({"kind": "begin", "part": asdict(part)})
-        else:
-            self._part, self._is_waiting = None, False  # what the writer had is over: this job is the thread's
+        if self._local is not None:
             self._local.begin(part)
+            return
+        self._part, self._is_waiting = part, True
+        self._send({"kind": "begin", "part": asdict(part)})
 
     def wave(self, job: int, wave: Wave) -> None:
         if self._local is None:

@@ -43,17 +43,15 @@ class Zygote:
         command = [sys.executable, "-m", "stoker.train.zygote"]
         self.process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()])
         theirs.close()
-        self.ended: dict[int, int] = {}
+        self.heard: list[dict[str, Any]] = []
         assert self._next("ready")
 
     def _next(self, kind: str) -> dict[str, Any]:
-        while True:
+        while not (found := [m for m in self.heard if m["kind"] == kind]):
             assert select.select([self.channel], [], [], PATIENCE)[0]
-            for message in self.channel.receive():
-                if message["kind"] == "exited":
-                    self.ended[message["pid"]] = message["status"]
-                if message["kind"] == kind:
-                    return message
+            self.heard += self.channel.receive()
+        self.heard.remove(found[0])
+        return found[0]
 
     def fork(self, spec: dict[str, Any]) -> tuple[int, Channel]:
         ours, theirs = socket.socketpair()
@@ -63,9 +61,9 @@ class Zygote:
         return int(self._next("forked")["pid"]), Channel(ours)
 
     def status(self, pid: int) -> int:
-        while pid not in self.ended:
-            self._next("exited")
-        return self.ended[pid]
+        while (ended := self._next("exited"))["pid"] != pid:
+            pass
+        return int(ended["status"])
 
     def close(self) -> None:
         self.process.kill()
