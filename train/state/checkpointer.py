@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from ...launcher.run.retention import Retention
 from ..context import RunContext
 from ..grid import Grid
 from ..storage.choice import shelf_of
-from .agreement import Status, errors, exchange, place, summary
+from .agreement import errors, exchange, place, summary
 from .entry import Entry
+from .flight import Flight
 from .packing import Copies, Packer, Planner, Shard, Staging
 from .persist import Answer, Part, Persister
 from .persist_local import LocalPersister
@@ -37,7 +38,6 @@ from .segment import Memory, populate
 from .staging import available_bytes, choose
 
 _LOOK = 1.0  # seconds a rank waits for its own writer before it asks the others again
-
 _PATIENCE = 2.0  # seconds for publishing, when a pass ends before it is known to be done
 
 
@@ -51,26 +51,6 @@ class Ended:
 
     step: int
     problem: str | None
-
-
-@dataclass(eq=False)
-class _Save:
-    """The save in flight."""
-
-    name: CheckpointName
-    job: int
-    state: dict[str, Any]
-    prune: bool
-    packer: Packer
-    began: float  # time.monotonic()
-    stall: float = 0.0  # seconds of training that `begin` took
-    waited: float = 0.0  # seconds that `settle` took
-    written: dict[str, Any] | None = None  # this rank's part is on stable storage
-    all_written: list[Status] = field(default_factory=list)
-    is_publishing: bool = False
-    published: dict[str, Any] | None = None  # rank 0
-    problem: str | None = None
-    superseded: str | None = None
 
 
 class Checkpointer:
@@ -87,7 +67,7 @@ class Checkpointer:
         self._copies: dict[tuple[int, int], Copies] = {}
         self._own: tuple[tuple[Memory, Memory], Persister] | None = None
         self._count, self._next = 0, 0
-        self._save: _Save | None = None
+        self._save: Flight | None = None
         self._proven: set[CheckpointName] = set()  # written or read whole by this process, the same on all ranks
         self._restorer = Restorer(context, grid, self._shelf)
 
@@ -152,7 +132,7 @@ class Checkpointer:
             lines=len(self._shard.lines),
         )
         packer = Packer(self._shard, self._staging, self._next, memories, self._copies)
-        self._save = _Save(name, part.job, state, prune, packer, began)
+        self._save = Flight(name, part.job, state, prune, packer, began)
         is_whole, device = self._staging.is_whole, self._grid.device
         if is_whole:
             self._next = 1 - self._next
@@ -184,8 +164,7 @@ class Checkpointer:
         save = self._save
         if save is None or not save.packer.is_done:
             return 0, 0
-        self._take(self._means()[1].poll())
-        return self._counted()
+        return self._counted(save, self._means()[1].poll())
 
     def advance(self, done: int, failed: int) -> Ended | None:
         """Go on with the save in flight by what all ranks said together; whether it has ended.
@@ -213,12 +192,12 @@ class Checkpointer:
         ended = None
         if self._save is not None:
             self._context.pulse.enter(Phase.SAVE)
-        while self._save is not None:
-            self._save.packer.wait()
-            if not any(self.counts()) and (self._is_first or not self._save.is_publishing):
-                self._take(self._means()[1].wait(_LOOK))
-            counts = torch.tensor(self._counted(), dtype=torch.int64)
-            done, failed = self._grid.control.all_reduce(counts).tolist()
+        while (save := self._save) is not None:
+            save.packer.wait()
+            counts = self.counts()
+            if not any(counts) and (self._is_first or not save.is_publishing):
+                counts = self._counted(save, self._means()[1].wait(_LOOK))
+            done, failed = self._grid.control.all_reduce(torch.tensor(counts, dtype=torch.int64)).tolist()
             ended = self.advance(done, failed)
         return ended
 
@@ -251,8 +230,8 @@ class Checkpointer:
         save = self._save
         if save is not None and save.is_publishing and self._is_first:
             deadline = time.monotonic() + _PATIENCE
-            while not any(self._counted()) and (left := deadline - time.monotonic()) > 0:
-                self._take(self._means()[1].wait(left))
+            while not any(save.counts()) and (left := deadline - time.monotonic()) > 0:
+                save.take(self._means()[1].wait(left))
             if save.published is not None:
                 self._saved(save)
         self.abandon()
@@ -328,34 +307,13 @@ class Checkpointer:
 
     # ---- what became of it
 
-    def _take(self, answers: Sequence[Answer]) -> None:
-        save = self._save
-        assert save is not None
-        for answer in [*save.packer.answers, *answers]:
-            if answer.job != save.job:
-                continue
-            if answer.what == "part":
-                save.written = answer.fields
-            elif answer.what == "published":
-                save.published = answer.fields
-            elif answer.what == "failed" and answer.superseded:
-                save.superseded = answer.error
-            elif answer.what == "failed":
-                save.problem = answer.error
-        save.packer.answers.clear()
-
-    def _counted(self) -> tuple[int, int]:
-        save = self._save
-        assert save is not None
-        if save.problem is None:
-            save.problem = save.packer.problem
+    def _counted(self, save: Flight, answers: Sequence[Answer]) -> tuple[int, int]:
+        save.take(answers)
         if save.problem is None and self._is_first and time.monotonic() - save.began > self._timeout:
             save.problem = f"not done within resilience.save_timeout={self._timeout:g} seconds"
-        failed = save.problem is not None or save.superseded is not None
-        done = save.published is not None if save.is_publishing else save.written is not None
-        return int(done), int(failed)
+        return save.counts()
 
-    def _request(self, save: _Save) -> dict[str, Any]:
+    def _request(self, save: Flight) -> dict[str, Any]:
         manifest = {
             "run": self._context.run_id,
             "step": save.name.step,
@@ -375,7 +333,7 @@ class Checkpointer:
         )
         return {"written": save.all_written, "manifest": manifest, "keep": retention.to_json() if save.prune else None}
 
-    def _saved(self, save: _Save) -> Ended:
+    def _saved(self, save: Flight) -> Ended:
         self._save = None
         self._proven.add(save.name)
         self._restorer.rejected.discard(save.name)
@@ -383,20 +341,10 @@ class Checkpointer:
             assert save.published is not None
             for event in save.published["events"]:
                 self._context.report(**event)
-            slowest = max(range(len(save.all_written)), key=lambda rank: save.all_written[rank]["seconds"])
-            self._context.report(
-                "checkpoint_saved",
-                step=save.name.step,
-                seconds=round(save.published["time"] - save.began, 3),
-                stall_seconds=round(save.stall, 3),
-                wait_seconds=round(save.waited, 3),
-                bytes=sum(w["shard"]["size"] for w in save.all_written),
-                slowest_rank=slowest,
-                slowest_seconds=save.all_written[slowest]["seconds"],
-            )
+            self._context.report("checkpoint_saved", **save.account())
         return Ended(save.name.step, None)
 
-    def _failed(self, save: _Save) -> Ended:
+    def _failed(self, save: Flight) -> Ended:
         mine = {"superseded": save.superseded} if save.superseded is not None else {}
         if save.problem is not None:
             mine["error"] = f"{place(self._grid)}: {save.problem}"
