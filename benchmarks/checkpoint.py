@@ -141,8 +141,11 @@ def main() -> None:
     try:
         total = int(arguments.gib * 2**30)
         results = [measure(n, total, modules, arguments.venvs.absolute(), root, seconds) for n in arguments.ranks]
-        for measured in results:
-            measured.trained = [train(kind, measured.size, root) for kind in KINDS if arguments.trainer]
+        for measured in results if arguments.trainer else ():
+            try:
+                measured.trained = [train(kind, measured.size, root) for kind in KINDS]
+            except RuntimeError as e:  # the other figures are not to be lost
+                print(e, file=sys.stderr)
     finally:
         shutil.rmtree(root)
     names = [who for module in modules for who in MODULES[module]]

@@ -42,7 +42,7 @@ class Trained:
 
 
 def train(kind: str, ranks: int, root: Path) -> Trained:
-    """One run. Raises SystemExit with the end of its log if it fails."""
+    """One run. Raises RuntimeError with the end of its log if it fails."""
     data = root / "data"
     if not data.with_suffix(".idx").exists():
         with IndexWriter(data, np.uint16) as writer:
@@ -65,7 +65,7 @@ def train(kind: str, ranks: int, root: Path) -> Trained:
     command = [sys.executable, "-m", "stoker.launcher.cli", "run", *(f"{k}={v}" for k, v in settings.items())]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=root, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     (run,) = (root / "runs").glob(f"{settings['name']}*")
     (metrics,) = run.rglob("metrics*.jsonl")
     times = [json.loads(line)["time"] for line in metrics.read_text().splitlines()]

@@ -198,6 +198,8 @@ and ratios are those of one round; figures are medians (least to most). One roun
 - DCP: torch's distributed checkpoint, `save`; `async_save` in a thread; the same with `DefaultStager` and what needs no
   CUDA of its options (the update waits for the staging). safetensors: `save_file` per rank, and fsync. Megatron-Core:
   `async_strategy="mcore"`, which forks a writer from each rank, with its structure cached from save to save.
+- Our writer writes past the page cache on a local disk, the others through it. How much of the difference that makes
+  is seen in "write past the page cache", in pieces of 16 MiB.
 - Memory: anonymous and shared memory of the machine at its highest in the first save, beyond what was held before.
 
 {tables}{machine}.
