@@ -64,6 +64,7 @@ class Checkpointer:
         self._shard: Shard | None = None
         self._staging: Staging | None = None
         self._total = 0  # bytes of all ranks' shards
+        self._is_in_waves = False  # on any rank
         self._copies: dict[tuple[int, int], Copies] = {}
         self._own: tuple[tuple[Memory, Memory], Persister] | None = None
         self._count, self._next = 0, 0
@@ -146,18 +147,35 @@ class Checkpointer:
     @property
     def is_settled(self) -> bool:
         """Whether all tensors of the save in flight are copied: they may change."""
-        return self._save is None or self._save.packer.is_done
+        save = self._save
+        return save is None or save.is_settled or (not self._is_in_waves and save.packer.is_done)
 
     def settle(self) -> None:
-        """Wait for that: before anything changes them."""
+        """Wait for that: before anything changes them. Raises PeerLostError."""
         save = self._save
         if save is None or self.is_settled:
             return
         began = time.monotonic()
         self._context.pulse.enter(Phase.SAVE)
-        save.packer.wait()
+        if self._is_in_waves:
+            self._settle_together(save)
+        else:
+            save.packer.wait()
         self._context.pulse.enter(Phase.STEP)
+        save.is_settled = True
         save.waited += time.monotonic() - began
+
+    def _settle_together(self, save: Flight) -> None:
+        """Waves go at storage's pace, which differs between ranks by minutes: who went on alone would wait for the
+        others in the next collective, and be taken for hung. And storage that hangs holds nobody longer than a save may
+        take: the save has failed then, as `counts` will say."""
+        while True:
+            counts = torch.tensor([int(save.packer.wait(_LOOK)), int(self._is_late(save))])
+            packed, late = self._grid.control.all_reduce(counts).tolist()
+            if late:
+                save.packer.cancel()
+            if late or packed == self._grid.world_size:
+                return
 
     def counts(self) -> tuple[int, int]:
         """(done, failed) of this rank, for `advance`: summed over all ranks in a reduction that a step makes anyway."""
@@ -193,10 +211,12 @@ class Checkpointer:
         if self._save is not None:
             self._context.pulse.enter(Phase.SAVE)
         while (save := self._save) is not None:
-            save.packer.wait()
-            counts = self.counts()
-            if not any(counts) and (self._is_first or not save.is_publishing):
-                counts = self._counted(save, self._means()[1].wait(_LOOK))
+            if save.packer.wait(_LOOK):
+                counts = self.counts()
+                if not any(counts) and (self._is_first or not save.is_publishing):
+                    counts = self._counted(save, self._means()[1].wait(_LOOK))
+            else:
+                counts = 0, int(self._is_late(save))
             done, failed = self._grid.control.all_reduce(torch.tensor(counts, dtype=torch.int64)).tolist()
             ended = self.advance(done, failed)
         return ended
@@ -301,16 +321,23 @@ class Checkpointer:
         staging = choose(ranks, self._settings.staging_mb * 2**20)
         self._staging = Staging.whole(shard) if staging == 0 else Staging.halves(shard, staging)
         self._total = sum(r["file"] for r in ranks)
+        self._is_in_waves = staging > 0 and any(r["file"] > self._staging.wave for r in ranks)
         self._copies.clear()
         self._shard = shard
         return True
 
     # ---- what became of it
 
+    def _is_late(self, save: Flight) -> bool:
+        """Rank 0 looks at the clock; a save that is late has failed."""
+        if not self._is_first or time.monotonic() - save.began <= self._timeout:
+            return False
+        save.problem = save.problem or f"not done within resilience.save_timeout={self._timeout:g} seconds"
+        return True
+
     def _counted(self, save: Flight, answers: Sequence[Answer]) -> tuple[int, int]:
         save.take(answers)
-        if save.problem is None and self._is_first and time.monotonic() - save.began > self._timeout:
-            save.problem = f"not done within resilience.save_timeout={self._timeout:g} seconds"
+        self._is_late(save)
         return save.counts()
 
     def _request(self, save: Flight) -> dict[str, Any]:

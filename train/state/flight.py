@@ -27,6 +27,7 @@ class Flight:
     began: float  # time.monotonic()
     stall: float = 0.0  # seconds of training that `begin` took
     waited: float = 0.0  # seconds that `settle` took
+    is_settled: bool = False  # it has waited
     written: dict[str, Any] | None = None  # this rank's part is on stable storage
     all_written: list[Status] = field(default_factory=list)  # of all ranks, once all have written
     is_publishing: bool = False

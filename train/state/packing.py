@@ -208,11 +208,14 @@ class Packer:
         """Whether the tensors may change."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> None:
-        """Until all is packed, or cannot be."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until all is packed, or cannot be; whether that is so after `timeout` seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return False
             self._thread = None
+        return True
 
     def cancel(self) -> None:
         """Stop at the next wave, and wait for that."""
