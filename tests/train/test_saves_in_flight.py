@@ -32,7 +32,7 @@ from stoker.train.state import persist_job
 STEPS = 10
 # So large that the shards of two ranks need several blocks, and copies go in waves where memory for two halves is all.
 WIDE = {"hidden_size": 256, "ffn_size": 512, "num_layers": 3}
-PATIENCE = 10.0  # seconds
+PATIENCE = 40.0  # seconds
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "zero1": (2, {"data": "zero1"}),
