@@ -121,8 +121,8 @@ def _report(state: State, e: RankReport) -> Decision:
     if view is None:
         return state, ()
     if e.event == "checkpoint_saved" and e.step is not None:
-        slowest, furthest = max(state.save_seconds, e.seconds), max(state.best_step, e.step)
-        return replace(state, saved_step=e.step, save_seconds=slowest, best_step=furthest), ()
+        quickest = min(state.save_seconds or e.seconds, e.seconds)
+        return replace(state, saved_step=e.step, save_seconds=quickest, best_step=max(state.best_step, e.step)), ()
     if e.event == "ended":
         step = view.step if e.step is None else e.step
         state = _with_rank(state, e.rank, replace(view, ended=e.finished, step=step))

@@ -128,7 +128,7 @@ class State:
     mark: int = 0  # step that counts as progress when passed by `progress_steps`
     best_step: int = 0  # completed by all ranks of some generation
     saved_step: int | None = None
-    save_seconds: float = 0.0  # longest seen
+    save_seconds: float = 0.0  # shortest seen: beside training a save takes longer than when all wait for it
     has_ever_run: bool = False
     launch_code: int | None = None  # srun's exit code, once it is gone
 

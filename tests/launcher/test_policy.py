@@ -250,6 +250,13 @@ def test_too_little_time_saves_nothing_and_requeues_at_once() -> None:
     assert "too little time for a save" in o.reason
 
 
+def test_a_save_that_was_slow_beside_training_does_not_keep_a_stop_from_saving() -> None:
+    s = Scene().running(step=7)
+    for step, seconds in ((3, 9.0), (5, 600.0), (6, 12.0)):
+        s.feed(s.report(0, "checkpoint_saved", step=step, seconds=seconds))
+    assert s.feed(warned(80.0)) == [p.Propose(1, 9, True)]
+
+
 def test_a_save_that_is_not_done_in_time_is_given_up_before_the_end() -> None:
     s = Scene().running(step=7)
     s.feed(warned(100.0), at=1000.0)
