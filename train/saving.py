@@ -18,6 +18,7 @@ from .grid import Grid
 from .metrics import Clock
 from .state.checkpointer import Checkpointer, Ended
 from .state.entry import Entry
+from .state.persist_remote import LOST
 
 Snapshot = Callable[[], tuple[int, Sequence[Entry], dict[str, Any]]]  # step, entries, state
 
@@ -109,7 +110,10 @@ class Saving:
         if is_bad:
             self._report("checkpoint_skipped", step=step, reason="the step was bad")
             return f"step {step} was bad"
-        return self._begin(wait=True, is_urgent=is_urgent)
+        problem = self._begin(wait=True, is_urgent=is_urgent)
+        if problem is not None and LOST in problem:  # nothing is wrong with the storage, and the workers write now
+            problem = self._begin(wait=True, is_urgent=is_urgent)
+        return problem
 
     def close(self) -> None:
         """Abandon what is under way. Safe after an error, and twice."""

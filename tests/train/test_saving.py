@@ -19,6 +19,7 @@ from stoker.train.grid import Membership, form, single
 from stoker.train.loop import Ended, Trainer
 from stoker.train.pulse import Pulse
 from stoker.train.state import persist_job
+from stoker.train.state.persist_remote import LOST
 
 PATIENCE = 60.0
 
@@ -142,6 +143,24 @@ def test_a_stop_that_cannot_save_waits_for_the_older_one(
     assert trainer.run() == Ended(False, 5, 3)
     trainer.close()
     assert saved_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(("error", "saved"), [(LOST, [5]), ("No space left on device", [])])
+def test_the_last_save_is_made_again_if_all_that_failed_was_the_writer(
+    tmp_path: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch, error: str, saved: list[int]
+) -> None:
+    finish = persist_job._Shard.finish
+
+    def refuse(self: Any) -> None:
+        monkeypatch.setattr(persist_job._Shard, "finish", finish)
+        raise OSError(None, error)
+
+    monkeypatch.setattr(persist_job._Shard, "finish", refuse)
+    trainer = build(tmp_path, tiny_data, 99, stopping_at(5), interval=99)
+    assert trainer.run() == Ended(False, 5, saved[0] if saved else None)
+    trainer.close()
+    assert saved_steps(tmp_path) == saved
+    assert len(said(tmp_path, "checkpoint_failed")) == 1
 
 
 def test_the_end_waits_for_the_older_one_and_saves_the_last_step(
