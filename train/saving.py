@@ -103,6 +103,7 @@ class Saving:
         """
         is_older = self.checkpointer.in_flight not in (None, step)
         if is_urgent and is_older and not is_bad and not self.checkpointer.is_publishing:
+            self._report("checkpoint_abandoned", step=self.checkpointer.in_flight, for_step=step)
             self.checkpointer.abandon()
         self.finish()
         if self.saved_step == step:

@@ -34,7 +34,7 @@ from ...launcher.run.manifest import (
 )
 from .base import LastCheck, nothing
 from .bucket import Bucket
-from .posix import PosixShelf, give_name, is_stale, remove_directory
+from .posix import PosixShelf, give_name, is_ours, is_stale, remove_directory
 
 MIB = 2**20
 _PART = 32 * MIB  # bytes of one part; a store takes at least 5 MiB, and at most 10,000 parts
@@ -139,7 +139,7 @@ class ObjectTarget:
         located.write(self._copy)
         last_check()
         target = self._folder / str(manifest.name)
-        give_name(self._copy, target, is_whole=lambda: _is_whole(target))
+        give_name(self._copy, target, is_whole=lambda: _is_whole(target, manifest.run))
         fsync_dir(self._folder)
 
     def discard(self) -> None:
@@ -280,11 +280,11 @@ def delete_all(location: str) -> None:
     bucket.delete(sorted(bucket.sizes(), key=lambda key: key != MANIFEST))
 
 
-def _is_whole(directory: Path) -> bool:
+def _is_whole(directory: Path, run: str) -> bool:
     try:
         manifest = read_manifest(directory)
         if manifest.location is not None:
             check_objects(manifest)
     except InvalidCheckpointError:
         return False
-    return True
+    return is_ours(directory, manifest, run)

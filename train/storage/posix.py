@@ -126,7 +126,7 @@ class PosixTarget:
             raise OSError(errno.EIO, str(e)) from e
         last_check()
         target = self._folder / str(manifest.name)
-        give_name(self._directory, target, is_whole=lambda: _is_whole(target))
+        give_name(self._directory, target, is_whole=lambda: _is_whole(target, manifest.run))
         fsync_dir(self._folder)
 
     def discard(self) -> None:
@@ -268,9 +268,19 @@ def give_name(finished: Path, target: Path, is_whole: Callable[[], bool]) -> Non
             os.rename(finished, target)
 
 
-def _is_whole(directory: Path) -> bool:
+def _is_whole(directory: Path, run: str) -> bool:
     try:
-        verify(directory)
+        return is_ours(directory, verify(directory), run)
     except InvalidCheckpointError:
         return False
+
+
+def is_ours(directory: Path, found: Manifest, run: str) -> bool:
+    """True. A whole checkpoint of another run is in our way, and nobody's to remove.
+
+    Raises:
+        OSError: it is another run's.
+    """
+    if found.run != run:
+        raise OSError(errno.EEXIST, f"a checkpoint of another run ({found.run}) has this name", str(directory))
     return True

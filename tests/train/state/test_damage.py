@@ -6,13 +6,15 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from state_ranks import Crew, Job, blank, digests, make_entries, make_job
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import INDEX, MANIFEST, OFFSETS, verify
+from stoker.launcher.run.manifest import INDEX, MANIFEST, OFFSETS, read_manifest, verify
+from stoker.train.state.checkpointer import SaveFailedError
 from stoker.train.state.restorer import NoValidCheckpointError
 
 SHARD, SIDECAR = "shard-00000.safetensors", "shard-00000.crc32"
@@ -178,3 +180,12 @@ def test_what_is_found_under_the_name_stays_only_if_it_verifies(
     make_job(saved, 1, generation=2).checkpointer().save(20, make_entries(2), {})
     assert verify(saved.checkpoint(NEW)).generation == generation
     assert {p.name for p in saved.checkpoints.iterdir()} == {str(OLD), str(NEW)}
+
+
+def test_a_whole_one_of_another_run_under_the_name_is_neither_replaced_nor_taken_for_ours(saved: RunDir) -> None:
+    directory = saved.checkpoint(NEW)
+    replace(read_manifest(directory), run="another").write(directory)
+    with pytest.raises(SaveFailedError, match=r"20-a0001: a checkpoint of another run \(another\) has this name"):
+        make_job(saved, 1, generation=2).checkpointer().save(20, make_entries(2), {})
+    assert verify(directory).run == "another"
+    assert [str(name) for name in saved.all_checkpoints()] == [str(NEW), str(OLD)]
