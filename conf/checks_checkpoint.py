@@ -67,15 +67,28 @@ def initial_files(config: Config) -> Iterator[Problem]:
     if not path.is_dir():
         yield Problem("model.init_from", chosen, "no such directory; expected hf:DIR, or the directory of a checkpoint")
     elif not (path / expected).is_file():
-        hint = ""
-        if not is_foreign and (path / "config.json").is_file():
-            hint = f"; for weights of Hugging Face write hf:{path}"
-        yield Problem("model.init_from", chosen, f"no {expected} in it{hint}")
+        yield Problem("model.init_from", chosen, f"no {expected} in it{_hint(path, is_foreign)}")
+    elif is_foreign and (hint := _hint(path, is_foreign)) and not any((path / name).exists() for name in _WEIGHTS):
+        yield Problem("model.init_from", chosen, f"no {_WEIGHTS[0]} in it{hint}")
     else:
         for name, there in _sizes(path / expected).items():
             here = getattr(config.model, name)
             if here != there:
                 yield Problem(f"model.{name}", str(here), f"the weights of model.init_from={chosen} have {there}")
+
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def _hint(path: Path, is_foreign: bool) -> str:
+    """What else the directory is. A run and an imported checkpoint have a config.json too."""
+    if (path / "run.json").is_file():
+        return f"; of a run name one checkpoint: {path}/checkpoints/step-..."
+    if is_foreign and (path / "manifest.json").is_file():
+        return f"; a checkpoint of stoker's is named without hf: {path}"
+    if not is_foreign and (path / "config.json").is_file():
+        return f"; for weights of Hugging Face write hf:{path}"
+    return ""
 
 
 _SIZES = {  # by the names that a config.json may have for them

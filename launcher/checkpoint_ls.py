@@ -54,6 +54,9 @@ def main(argv: list[str]) -> int:
     for number, (run, found, why) in enumerate(listed):
         if not arguments.run:
             print("\n" * (number > 0) + str(run.path))
+        if run.checkpoints.is_symlink() and not run.checkpoints.exists():
+            print(f"cannot be seen: {run.checkpoints} leads to {run.checkpoints.readlink()}, which is not there")
+            continue
         print(table(found, why, time.time()))
         if arguments.run and (told := _advice(run)) is not None:
             print(sentence(told))

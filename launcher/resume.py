@@ -7,6 +7,7 @@ Owns: when that is allowed, and what may be changed for it. A change is written 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import time
@@ -73,6 +74,7 @@ def resume(run: RunDir, overrides: Sequence[str], by: str | None = None, number:
     """
     number = number or next_number(run)  # before any look at the run: what is submitted after this takes the number
     refuse_if_alive(run)
+    _refuse_if_out_of_sight(run)
     plain = effective_config(run)
     changed = changed_config(plain, overrides) if overrides else plain
     _refuse_if_done(run, changed["train"]["steps"], changed is not plain)
@@ -155,6 +157,14 @@ def is_under_way(submission: Submission) -> bool:
         return False
     alive = submitter.is_alive()
     return time.time() - float(intention["time"]) < UNDER_WAY if alive is None else alive
+
+
+def _refuse_if_out_of_sight(run: RunDir) -> None:
+    """A link that leads nowhere is not a run without checkpoints."""
+    if run.checkpoints.is_symlink() and not run.checkpoints.exists():
+        raise environment_error(
+            f"{run.checkpoints} leads to {os.readlink(run.checkpoints)}, which is not there; is its file system mounted?"
+        )
 
 
 def _refuse_if_done(run: RunDir, total: int, is_changed: bool) -> None:

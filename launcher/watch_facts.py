@@ -29,7 +29,7 @@ RECENT = 3600.0  # seconds for which an event is worth a line
 # Events that a person should hear of, and the fields that say what it was.
 ALERTS = {
     "checkpoint_failed": ("error", "reason"),
-    "checkpoint_rejected": ("name", "reason"),
+    "checkpoint_rejected": ("error",),
     "prune_failed": ("error",),
     "no_scontrol": ("consequence",),
     "requeue_refused": ("error",),

@@ -244,7 +244,8 @@ class Verdict:
 def verify_directory(
     directory: Path, threads: int = THREADS, seen: Seen = lambda count: None, read: Read | None = None
 ) -> Verdict:
-    """Check all of a checkpoint, and note it beside the manifest if it is good. `read`: of bytes that are elsewhere."""
+    """Check all of a checkpoint, and note it beside the manifest if it is good; if it is not, an older note goes.
+    `read`: of bytes that are elsewhere."""
     began = time.monotonic()
     try:
         manifest = read_manifest(directory)
@@ -258,6 +259,11 @@ def verify_directory(
             mark_verified(directory, manifest, time.time())
         except OSError as e:
             note = f"not noted beside it: {e.strerror}"
+    else:  # bytes that rot on their own leave the files' times as they were
+        try:
+            (directory / VERIFIED).unlink(missing_ok=True)
+        except OSError as e:
+            note = f"{VERIFIED} still says that it is good, and cannot be removed: {e.strerror}"
     return Verdict(directory, sum(f.size for f in manifest.files), seconds, damage, note)
 
 
@@ -270,6 +276,8 @@ def told(v: Verdict) -> list[str]:
     first, more = v.damage[0], len(v.damage) - 1
     lines = [f"{v.directory.name}: DAMAGED: {first}" + (f" (and {more} more)" if more else "")]
     hit = sorted({name for d in v.damage for name in d.tensors})
+    if v.note:
+        lines.append(f"  {v.note}")
     if hit:
         rest = f" and {len(hit) - 5} more" if len(hit) > 5 else ""
         lines.append(f"  it hits {', '.join(hit[:5])}{rest}")

@@ -32,6 +32,15 @@ def test_initial_weights_must_be_there(tmp_path: Path) -> None:
     ]
     (tmp_path / "manifest.json").touch()
     assert told(str(tmp_path)) == []
+    assert told(f"hf:{tmp_path}") == [
+        f"model.init_from=hf:{tmp_path}: no model.safetensors in it; "
+        f"a checkpoint of stoker's is named without hf: {tmp_path}"
+    ]
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "run.json").touch()
+    assert told(str(tmp_path)) == [
+        f"model.init_from={tmp_path}: no manifest.json in it; of a run name one checkpoint: {tmp_path}/checkpoints/step-..."
+    ]
 
 
 @pytest.mark.parametrize(

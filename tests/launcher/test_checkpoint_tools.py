@@ -194,6 +194,26 @@ def test_verify_notes_what_is_good(run: RunDir, capsys: Any) -> None:
     assert as_json(capsys, "ls", run.path)[0]["checkpoints"][0]["state"] == "valid"
 
 
+def test_verify_takes_the_note_back_when_bytes_have_rotted(run: RunDir, capsys: Any) -> None:
+    shard = run.checkpoint(CheckpointName(500, 2)) / "shard-00000.safetensors"
+    assert stoker(capsys, "verify", run.path)[0] == 0
+    before = shard.stat()
+    flip(shard, 2000)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # nobody wrote: the note still holds
+    assert as_json(capsys, "ls", run.path)[0]["checkpoints"][0]["state"] == "verified"
+    assert stoker(capsys, "verify", run.path)[0] == 1
+    newest = as_json(capsys, "ls", run.path)[0]["checkpoints"][0]
+    assert (newest["state"], newest["kept_for"]) == ("valid", ["newest", "every"])
+
+
+def test_ls_of_checkpoints_whose_file_system_is_away(run: RunDir, capsys: Any) -> None:
+    elsewhere = run.checkpoints.rename(run.path.parent / "elsewhere")
+    run.checkpoints.symlink_to(elsewhere)
+    elsewhere.rename(run.path.parent / "away")
+    _, out, _ = stoker(capsys, "ls", run.path)
+    assert out == f"cannot be seen: {run.checkpoints} leads to {elsewhere}, which is not there\n"
+
+
 def test_verify_names_the_first_bad_block_and_its_tensors(run: RunDir, capsys: Any) -> None:
     directory = run.checkpoint(CheckpointName(450, 1))
     flip(directory / "shard-00000.safetensors", SIZE - 3)

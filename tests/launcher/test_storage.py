@@ -92,6 +92,17 @@ def test_a_place_that_is_not_there_is_said_with_all_else(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_does_not_resume_where_its_checkpoints_are_out_of_sight(
+    overrides: list[str], tmp_path: Path, elsewhere: Path, fake_slurm: Any, capsys: Any
+) -> None:
+    assert cli.main(["launch", "--no-submit", *overrides]) == 0
+    run = launched(tmp_path)
+    elsewhere.rename(tmp_path / "away")
+    assert cli.main(["resume", str(run)]) == 1
+    assert f"{run}/checkpoints leads to {elsewhere / run.name}, which is not there" in capsys.readouterr().err
+    assert RunDir(run).all_attempts() == []
+
+
 def test_a_place_that_may_not_be_written(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     errors, _ = storage.problems(str(elsewhere), sys.executable)

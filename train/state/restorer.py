@@ -6,6 +6,7 @@ Owns: the order in which candidates are tried, and the ranks' agreement on each.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class Restorer:
             failed.append(offer["error"])
             self.rejected.add(name)
             self._report("checkpoint_rejected", name=str(name), error=offer["error"])
+            if self._grid.rank == 0:
+                print(f"{name} cannot be loaded, the one before it is tried: {offer['error']}", file=sys.stderr)
         if errors([offer]):  # starting afresh would be wrong then too
             where = self._context.run.checkpoints
             raise NoValidCheckpointError(f"{where}: cannot say which checkpoints there are: {summary(errors([offer]))}")

@@ -91,7 +91,7 @@ class Shelf(Protocol):
     """All checkpoints of one run."""
 
     def names(self) -> list[CheckpointName]:
-        """Newest first; whether they are valid is not looked at. Raises OSError."""
+        """Newest first; whether they are valid is not looked at. Raises OSError: it cannot be said."""
         ...
 
     def manifest(self, name: CheckpointName) -> Manifest:

@@ -61,7 +61,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_falls_back_to_the_older_one_and_says_so(saved: RunDir, damage: str) -> None:
+def test_falls_back_to_the_older_one_and_says_so(saved: RunDir, damage: str, capsys: Any) -> None:
     act, said = DAMAGES[damage]
     act(saved.checkpoint(NEW))
     job, entries = make_job(saved, 1, generation=2), blank(make_entries(0))
@@ -72,8 +72,17 @@ def test_falls_back_to_the_older_one_and_says_so(saved: RunDir, damage: str) -> 
     rejected, event = job.events
     assert (rejected["event"], rejected["name"]) == ("checkpoint_rejected", "step-00000020-a0001")
     assert said in rejected["error"]
+    assert f"{NEW} cannot be loaded, the one before it is tried: " in capsys.readouterr().err
     assert str(saved.checkpoint(NEW)) in rejected["error"]
     assert (event["event"], event["step"]) == ("restored", 10)
+
+
+def test_checkpoints_on_a_file_system_that_is_away_are_not_none(saved: RunDir) -> None:
+    elsewhere = saved.checkpoints.rename(saved.path.parent / "elsewhere")
+    saved.checkpoints.symlink_to(elsewhere)
+    elsewhere.rename(saved.path.parent / "away")
+    with pytest.raises(NoValidCheckpointError, match=r"cannot say which checkpoints there are: .* leads to .*/elsewhere"):
+        make_job(saved, 2).checkpointer().restore(make_entries(0))
 
 
 def test_a_checkpoint_of_another_run_is_not_taken(saved: RunDir) -> None:
