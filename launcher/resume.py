@@ -162,9 +162,8 @@ def is_under_way(submission: Submission) -> bool:
 def _refuse_if_out_of_sight(run: RunDir) -> None:
     """A link that leads nowhere is not a run without checkpoints."""
     if run.checkpoints.is_symlink() and not run.checkpoints.exists():
-        raise environment_error(
-            f"{run.checkpoints} leads to {os.readlink(run.checkpoints)}, which is not there; is its file system mounted?"
-        )
+        place = os.readlink(run.checkpoints)
+        raise environment_error(f"{run.checkpoints} leads to {place}, which is not there; is its file system mounted?")
 
 
 def _refuse_if_done(run: RunDir, total: int, is_changed: bool) -> None:

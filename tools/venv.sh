@@ -41,7 +41,7 @@ complete_python() {
 }
 
 make_venv() {
-    echo "venv: making $venv with torch and the development tools; this takes a minute or two"
+    echo "venv: making $venv with torch and the development tools; minutes, and 5 GB with torch's CUDA build"
     # A copied or moved environment points at its old place; a half-made one has no pip.
     if [ -e "$venv" ] && ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         echo "venv: $venv does not work; making it anew"

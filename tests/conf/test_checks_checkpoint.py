@@ -39,7 +39,8 @@ def test_initial_weights_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "run.json").touch()
     assert told(str(tmp_path)) == [
-        f"model.init_from={tmp_path}: no manifest.json in it; of a run name one checkpoint: {tmp_path}/checkpoints/step-..."
+        f"model.init_from={tmp_path}: no manifest.json in it; "
+        f"of a run name one checkpoint: {tmp_path}/checkpoints/step-..."
     ]
 
 

@@ -146,7 +146,9 @@ class PosixShelf:
         try:
             found = (CheckpointName.parse(name) for name in os.listdir(self.folder))
         except FileNotFoundError as e:
-            if self.folder.is_symlink():  # not "there are none": a file system that is not mounted would start a run anew
+            if (
+                self.folder.is_symlink()
+            ):  # not "there are none": a file system that is not mounted would start a run anew
                 leads = f"leads to {os.readlink(self.folder)}, which is not there"
                 raise FileNotFoundError(e.errno, leads, str(self.folder)) from e
             return []

@@ -81,7 +81,9 @@ def test_checkpoints_on_a_file_system_that_is_away_are_not_none(saved: RunDir) -
     elsewhere = saved.checkpoints.rename(saved.path.parent / "elsewhere")
     saved.checkpoints.symlink_to(elsewhere)
     elsewhere.rename(saved.path.parent / "away")
-    with pytest.raises(NoValidCheckpointError, match=r"cannot say which checkpoints there are: .* leads to .*/elsewhere"):
+    with pytest.raises(
+        NoValidCheckpointError, match=r"cannot say which checkpoints there are: .* leads to .*/elsewhere"
+    ):
         make_job(saved, 2).checkpointer().restore(make_entries(0))
 
 
