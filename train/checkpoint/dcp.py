@@ -245,7 +245,7 @@ def read_metadata(directory: Path) -> tuple[dict[str, _Stored], list[str]]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file: not a checkpoint of torch.distributed.checkpoint")
     program = Path(__file__).with_name("dcp_metadata.py")
-    command = [sys.executable, "-I", "-S", str(program), str(path)]
+    command = [sys.executable, "-I", "-S", str(program), str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env={}, cwd="/", check=False)
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"ended with {done.returncode}"]
