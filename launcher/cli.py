@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 
 from .. import __version__
+from .run.streams import let_go, open_missing
 
 # As in run/outcome.py, whose import would cost `stoker --help` a third of its time.
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -60,24 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _main(argv)
     finally:
-        _let_go()
-
-
-def _let_go() -> None:
-    """What could not be written stays in a stream's buffer; Python would try again at its exit, and end with 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
+        let_go()
 
 
 def _main(argv: list[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_missing()
+    open_missing()
     debug = "--debug" in arguments
     if debug:
         arguments.remove("--debug")
@@ -116,17 +104,6 @@ def _call(verb: str, arguments: list[str], debug: bool) -> int:
                 return code
             sys.stdout = None  # it is what could not be written
         return code
-
-
-def _open_missing() -> None:
-    """`>&-` leaves None, to which nobody can write or flush; and the next file that is opened would get its number."""
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:
-            fd = os.open(os.devnull, os.O_WRONLY)
-            if fd != number:
-                os.dup2(fd, number)
-                os.close(fd)
-            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 (lives as long as we)
 
 
 def _finish(command: str, code: int, text: str = "") -> int:

@@ -139,13 +139,23 @@ def _parse(raw: dict[str, Any], is_glance: bool) -> Manifest:
     files = tuple(FileEntry(**f) for f in raw.pop("files"))
     for f in files:
         # A name leads nowhere but into the directory.
-        is_inside = f.name and "/" not in f.name and not f.name.startswith(".")
-        if not is_inside or (f.crc32 is None) == (f.blocks is None):
+        is_inside = f.name and f.name.isprintable() and "/" not in f.name and not f.name.startswith(".")
+        is_size = type(f.size) is int and 0 <= f.size < 2**63
+        has_one = (type(f.crc32), type(f.blocks)) in ((int, type(None)), (type(None), str))
+        if not is_inside or not is_size or not has_one:
             raise ValueError(f"bad file entry {f}")
     manifest = Manifest(files=files, **raw)
+    if not _is_typed(manifest):
+        raise ValueError("fields of other types than a manifest has")
     if manifest.location is not None and not re.fullmatch(r"s3://\S+", manifest.location):
         raise ValueError(f"bad location {manifest.location!r}")
     return manifest
+
+
+def _is_typed(m: Manifest) -> bool:
+    numbers = all(type(n) is int and n >= 0 for n in (m.step, m.attempt, m.generation))
+    is_time = type(m.time) in (int, float) and 0 <= m.time < 2**40  # not NaN
+    return numbers and is_time and type(m.run) is str and type(m.layout) is type(m.state) is dict
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:

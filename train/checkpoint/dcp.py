@@ -12,7 +12,8 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -32,9 +33,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...launcher.run.files import read_json, write_json
+from ...launcher.run.files import naming, read_json, write_json
 from ..box import Box
-from ..hf.config import settings_text
+from ..hf.config import checked, settings_text
 from ..hf.importing import SETTINGS, plain, rows_of
 from ..hf.write import new_directory
 from ..initial import model_of
@@ -79,7 +80,7 @@ def export_dcp(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, pr
             metadata = _write_tensors(unfinished, weights, kept, lambda count: progress(count, total))
             if weights.checkpoint.model:
                 write_json(unfinished / OURS, weights.checkpoint.model)
-            with open(unfinished / METADATA, "wb") as f:
+            with naming(unfinished / METADATA), open(unfinished / METADATA, "wb") as f:
                 pickle.dump(metadata, f)
     finally:
         weights.close()
@@ -103,7 +104,11 @@ def _write_tensors(
                     number += 1
                     file = open(directory / f"__0_{number}.distcp", "wb")  # noqa: SIM115 (closed below)
                 at = file.tell()
-                torch.save(piece, file)
+                whole = io.BytesIO()  # torch.save makes a RuntimeError of what a disk refuses
+                torch.save(piece, whole)
+                with naming(Path(file.name)):
+                    file.write(whole.getbuffer())
+                    file.flush()
                 offsets = torch.Size((row, *[0] * (len(shape) - 1)) if shape else ())
                 place = _StorageInfo(f"__0_{number}.distcp", at, file.tell() - at)
                 placed[MetadataIndex(name, offsets, len(chunks))] = place
@@ -113,7 +118,8 @@ def _write_tensors(
             properties = TensorProperties(dtype=kept[name])
             described[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
     finally:
-        file.close()
+        with naming(Path(file.name)):
+            file.close()
     return Metadata(described, {name: (name,) for name in described}, placed, StorageMeta(), "1.0.0")
 
 
@@ -177,8 +183,11 @@ def import_dcp(
     model = model_of(_settings(source, settings))
     if model is None:
         raise ValueError(f"{source}: does not say what model it is of; name its settings with --model FILE|CHECKPOINT")
+    checked(model, str(source))
     names = names or Names()
-    by_name = {names.ours(theirs): theirs for theirs in stored}
+    by_name = _by_name(source, stored, names)
+    if model.num_layers > len(stored):  # before the table of so many layers is made
+        raise ValueError(f"{source}: {len(stored)} tensors, too few for model.num_layers={model.num_layers}")
     expected = {f.name: f.shape for f in decoder_table(model).owned()}
     _check(source, {name: stored[theirs].shape for name, theirs in by_name.items()}, expected)
     taken = {n: stored[theirs] for n, theirs in by_name.items() if n in expected or n.endswith(_BIAS)}
@@ -192,9 +201,24 @@ def import_dcp(
         write_weights(unfinished, weights, plain(model), origin, lambda count: progress(count, total))
         path = unfinished / SETTINGS
         path.parent.mkdir(parents=True)
-        path.write_text(f"# from {source}\n{yaml.safe_dump(settings_text(model), sort_keys=False)}", encoding="utf-8")
+        path.write_text(
+            f"# from {str(source)!a}\n{yaml.safe_dump(settings_text(model), sort_keys=False)}", encoding="utf-8"
+        )
     unread = tuple(sorted({*others, *(theirs for n, theirs in by_name.items() if n not in taken)}))
     return Imported(sum(map(prod, expected.values())), settings_text(model), unread)
+
+
+def _by_name(source: Path, stored: Mapping[str, _Stored], names: Names) -> dict[str, str]:
+    """Their names by ours."""
+    found: dict[str, str] = {}
+    for theirs in stored:
+        ours = names.ours(theirs)
+        if ours in found:
+            raise ValueError(
+                f"{source}: {found[ours]} and {theirs} both become {ours}; choose another --strip or --map"
+            )
+        found[ours] = theirs
+    return found
 
 
 def _settings(source: Path, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -219,19 +243,27 @@ def _check(source: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping
 def _rows(directory: Path, name: str, stored: _Stored, dtype: torch.dtype) -> Iterator[Tensor]:
     """The whole tensor: shards may be cut in any dim."""
     whole = torch.empty(stored.shape, dtype=dtype)
+    is_there = torch.zeros(stored.shape, dtype=torch.bool)  # that as many values lie in the shards says not yet which
     for chunk in stored.chunks:
         with open(directory / chunk.file, "rb") as f:
+            there = max(0, os.fstat(f.fileno()).st_size - chunk.at)
             f.seek(chunk.at)
-            data = f.read(chunk.size)
+            data = f.read(min(chunk.size, there))
         try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():  # torch's, on what it finds in a damaged file
+                warnings.simplefilter("ignore")
+                tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as e:
             problem = "is no tensor: the file is damaged, or has other pickles than tensors"
             raise ValueError(f"{directory / chunk.file}: {name} at byte {chunk.at} {problem}") from e
         fits = isinstance(tensor, Tensor) and tuple(tensor.shape) == chunk.box.shape and tensor.dtype == stored.dtype
         if not fits:
             raise ValueError(f"{directory / chunk.file}: {name} at byte {chunk.at} is not what {METADATA} says")
-        whole[chunk.box.slices_in(Box.whole(stored.shape))].copy_(tensor)
+        place = chunk.box.slices_in(Box.whole(stored.shape))
+        whole[place].copy_(tensor)
+        is_there[place] = True
+    if not is_there.all():
+        raise ValueError(f"{directory / METADATA}: {name}: its shards overlap and leave gaps")
     yield whole
 
 
@@ -253,23 +285,32 @@ def read_metadata(directory: Path) -> tuple[dict[str, _Stored], list[str]]:
     try:
         raw = json.loads(done.stdout)
         return {name: _stored(directory, name, s) for name, s in raw["tensors"].items()}, list(raw["others"])
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{path}: not what torch.distributed.checkpoint writes ({e})") from e
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
+        raise ValueError(f"{path}: not what torch.distributed.checkpoint writes ({type(e).__name__}: {e})") from e
 
 
 def _stored(directory: Path, name: str, raw: Mapping[str, Any]) -> _Stored:
-    shape = tuple(map(int, raw["shape"]))
+    shape = _sizes(raw["shape"])
     chunks = tuple(
-        _Chunk(Box(tuple(c["start"]), tuple(c["shape"])), str(c["file"]), int(c["at"]), int(c["size"]))
+        _Chunk(Box(_sizes(c["start"], shape), _sizes(c["shape"], shape)), c["file"], *_sizes((c["at"], c["size"])))
         for c in raw["chunks"]
     )
+    where = f"{directory / METADATA}: {name}"
     for c in chunks:
         # A name leads nowhere but into the directory.
-        if os.path.basename(c.file) != c.file or not c.file.endswith(".distcp"):
-            raise ValueError(f"{directory / METADATA}: {name}: bad file name {c.file!r}")
-        inside = Box.whole(shape).intersect(c.box)
-        if c.box.numel and (inside is None or inside != c.box):
-            raise ValueError(f"{directory / METADATA}: {name}: a shard beyond the tensor's end")
+        is_inside = isinstance(c.file, str) and os.path.basename(c.file) == c.file and c.file.isprintable()
+        if not is_inside or not c.file.endswith(".distcp"):
+            raise ValueError(f"{where}: bad file name {c.file!r}")
+        if c.box.numel and Box.whole(shape).intersect(c.box) != c.box:
+            raise ValueError(f"{where}: a shard beyond the tensor's end")
     if sum(c.box.numel for c in chunks) != prod(shape):
-        raise ValueError(f"{directory / METADATA}: {name}: its shards do not make it up")
+        raise ValueError(f"{where}: its shards do not make it up")
     return _Stored(_TYPES[raw["dtype"]], shape, chunks)
+
+
+def _sizes(found: Iterable[Any], like: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Raises TypeError: they are not all whole numbers from 0 on, or not as many as in `like`."""
+    sizes = tuple(found)
+    if not all(type(n) is int and 0 <= n < 2**63 for n in sizes) or (like is not None and len(sizes) != len(like)):
+        raise TypeError(f"{sizes} are no sizes or places")
+    return sizes

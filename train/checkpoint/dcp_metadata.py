@@ -94,6 +94,8 @@ def read(path: str) -> dict[str, Any]:
         stored[index["fqn"], tuple(index.get("offset") or ())] = info
     tensors, others = {}, []
     for name, entry in metadata["state_dict_metadata"].items():
+        if not isinstance(name, str):
+            raise ValueError(f"a name that is none: {name!r}")
         if not isinstance(entry, Tensor):
             others.append(name)
             continue

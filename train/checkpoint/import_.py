@@ -14,6 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ...launcher.run.chosen import find_checkpoint
+from ...launcher.run.files import read_json
 from ...launcher.run.manifest import read_manifest
 from ..state.agreement import summary
 from .bar import Bar, dtype_of
@@ -84,8 +85,8 @@ def _dcp(arguments: argparse.Namespace) -> int:
 
 
 def _table(path: Path) -> dict[str, str]:
-    table = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
+    table = read_json(path)
+    if not all(isinstance(v, str) for v in table.values()):
         raise ValueError(f"{path}: expected a JSON object, names to names")
     return table
 
@@ -93,7 +94,10 @@ def _table(path: Path) -> dict[str, str]:
 def _settings(what: str) -> dict[str, Any]:
     path = Path(what)
     if path.is_file():
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, RecursionError, ValueError) as e:
+            raise ValueError(f"{what}: not YAML ({' '.join(str(e).split())})") from None
     else:
         found = model_settings(read_manifest(find_checkpoint(what)).state)
     if not isinstance(found, dict) or not found:

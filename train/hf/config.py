@@ -13,7 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ...conf.schema import ModelConfig, Norm, Positions, RopeScaling
+from ...conf.checks import check, errors
+from ...conf.schema import Config, ModelConfig, Norm, Positions, RopeScaling
 from ..params import head_dim
 from .families import FAMILIES, FUNCTION, Family
 from .fields import Fields, is_close, show
@@ -60,7 +61,7 @@ def read_config(directory: Path) -> Described:
         ) from None
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: not JSON ({e})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected an object")
@@ -71,9 +72,23 @@ def parse_config(raw: Mapping[str, Any], where: str = CONFIG) -> Described:
     """As `read_config`, of what stands in the file."""
     fields = Fields(raw, where)
     family = _family(fields)
-    model = replace(ModelConfig(), **family.read(fields))
+    model = checked(replace(ModelConfig(), **family.read(fields)), where)
     unread = sorted(raw.keys() - fields.read - set(_HARMLESS))
     return Described(family, _without_effect_removed(model), raw, frozenset(fields.read), tuple(unread))
+
+
+def checked(model: ModelConfig, where: str) -> ModelConfig:
+    """The model, if there can be one of these sizes and factors; `where` they come from.
+
+    Raises:
+        ValueError: it cannot; names setting and value.
+    """
+    whole = Config()
+    config = replace(whole, model=replace(model, init_from=None), data=replace(whole.data, seq_len=1))
+    wrong = [str(p) for p in errors(check(config, files=False)) if p.field.startswith("model.")]
+    if wrong:
+        raise ValueError(f"{where}: {'; '.join(wrong)}")
+    return model
 
 
 def _family(fields: Fields) -> Family:
@@ -89,9 +104,9 @@ def _family(fields: Fields) -> Family:
     named = fields.get("architectures") or []
     kind = fields.get("model_type")
     known = {f.architecture: f for f in FAMILIES.values()}
-    if not isinstance(named, list) or len(named) > 1 or (named and named[0] not in known):
+    if not isinstance(named, list) or len(named) > 1 or (named and named[0] not in [*known]):
         raise fields.error("architectures", f"expected one of {', '.join(known)}")
-    family = known[named[0]] if named else {f.model_type: f for f in FAMILIES.values()}.get(kind)
+    family = known[named[0]] if named else next((f for f in FAMILIES.values() if f.model_type == kind), None)
     if family is None or family.model_type != kind:
         expected = family.model_type if named and family else ", ".join(f.model_type for f in FAMILIES.values())
         raise fields.error("model_type", f"expected {expected}")

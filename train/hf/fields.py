@@ -16,6 +16,7 @@ from ..params import head_dim
 
 Settings = dict[str, Any]  # of ModelConfig, by field
 T = TypeVar("T", int, float, bool, str)
+_LARGEST = 2**53  # whole numbers up to it are the same as floating-point ones
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 
 
@@ -44,6 +45,8 @@ class Fields:
         is_number = kind is float and type(found) is int
         if type(found) is not kind and not is_number:
             raise self.error(name, f"expected {_WORDS[kind]}")
+        if kind in (int, float) and not abs(found) <= _LARGEST:  # NaN is not either
+            raise self.error(name, "no number that a model has")
         return kind(found)
 
     def error(self, name: str, message: str) -> ValueError:

@@ -66,7 +66,7 @@ def _of_index(directory: Path, index: Any) -> dict[str, Stored]:
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise ValueError(f"{where}: has no weight_map from names to files")
-    outside = sorted({f for f in weights.values() if Path(f).name != f or not f.endswith(".safetensors")})
+    outside = sorted({f for f in weights.values() if not _is_beside(f)})
     if outside:
         raise ValueError(f"{where}: names {outside[0]!r}; expected names of .safetensors files beside it")
     headers = {file: read_header(directory / file) for file in sorted(set(weights.values()))}
@@ -74,6 +74,10 @@ def _of_index(directory: Path, index: Any) -> dict[str, Stored]:
     if missing:
         raise ValueError(f"{directory / weights[missing[0]]}: {missing[0]} is not in it, but {INDEX} says so")
     return {name: headers[file][name] for name, file in weights.items()}
+
+
+def _is_beside(file: str) -> bool:
+    return Path(file).name == file and file.isprintable() and file.endswith(".safetensors")
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -95,7 +99,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         found = {name: _stored(path, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise ValueError(f"{path}: its header is damaged ({e})") from None
     begins = sorted((s.at, s.at + prod(s.shape) * s.dtype.itemsize) for s in found.values())
     end = 8 + length
@@ -130,7 +134,7 @@ def _json_of(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: not JSON ({e})") from None
 
 

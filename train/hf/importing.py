@@ -99,4 +99,4 @@ def rows_of(fill: Callable[[Box, Tensor], None], shape: tuple[int, ...], dtype: 
 def _write_settings(path: Path, found: HfWeights, source: Path) -> None:
     path.parent.mkdir(parents=True)
     settings = yaml.safe_dump(settings_text(found.described.model), sort_keys=False)
-    path.write_text(f"# {found.described.family.name}, from {source}\n{settings}", encoding="utf-8")
+    path.write_text(f"# {found.described.family.name}, from {str(source)!a}\n{settings}", encoding="utf-8")

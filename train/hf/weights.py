@@ -81,8 +81,14 @@ def open_hf(directory: Path) -> HfWeights:
         ValueError: config.json or files are missing, damaged, or of a model that cannot be taken over; tensors are
             missing, left over or of another shape. Names the file or the tensor.
     """
-    described = read_config(directory)
-    return HfWeights(described, tensors_of(directory), decoder_table(described.model), directory)
+    described, stored = read_config(directory), tensors_of(directory)
+    for count in ("num_layers", "num_experts"):  # before a table of so many is made
+        if getattr(described.model, count) > len(stored):
+            raise ValueError(
+                f"{directory}: weights and config.json differ: {len(stored)} tensors, too few for "
+                f"model.{count}={getattr(described.model, count)}"
+            )
+    return HfWeights(described, stored, decoder_table(described.model), directory)
 
 
 def _chosen(stored: Mapping[str, Stored], planned: Layout, where: Path, is_tied: bool) -> dict[str, Stored]:

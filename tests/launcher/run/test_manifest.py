@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import struct
 from dataclasses import replace
@@ -203,3 +204,25 @@ def test_one_bad_file_of_many_is_named(checkpoint: Path) -> None:
     (checkpoint / "more-123").write_bytes(b"x" * 122)
     with pytest.raises(InvalidCheckpointError, match="more-123: 122 bytes, expected 123"):
         m.check_sizes(checkpoint, m.read_manifest(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": None}, {"attempt": [1]}, {"time": "now"}, {"time": -1}, {"state": []}, {"layout": 1}, {"run": {}},
+        {"files": [{"name": "a\x00", "size": 1, "crc32": 1, "blocks": None}]},
+        {"files": [{"name": "a\ud800", "size": 1, "crc32": 1, "blocks": None}]},
+        {"files": [{"name": "a", "size": 1.5, "crc32": 1, "blocks": None}]},
+        {"files": [{"name": "a", "size": 2**63, "crc32": 1, "blocks": None}]},
+        {"files": [{"name": "a", "size": 1, "crc32": None, "blocks": []}]},
+    ],
+)  # fmt: skip
+def test_fields_of_other_types_are_damage_even_with_a_right_checksum(
+    checkpoint: Path, change: dict[str, object]
+) -> None:
+    path = checkpoint / m.MANIFEST
+    raw = json.loads(path.read_bytes()) | change
+    body = {k: v for k, v in raw.items() if k not in ("format", "version", "crc32")}
+    path.write_text(json.dumps(raw | {"crc32": m._digest(body)}))
+    with pytest.raises(InvalidCheckpointError, match=r"manifest\.json: (fields of other|bad file)"):
+        m.verify(checkpoint)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ from stoker.train.checkpoint.dcp_metadata import read
 from stoker.train.checkpoint.reading import open_checkpoint
 from stoker.train.checkpoint.weights import Weight, write_weights
 from stoker.train.params import decoder_table
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 SETTINGS: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 30,
@@ -204,6 +209,114 @@ def test_what_does_not_fit_is_refused_with_words(tmp_path: Path, capsys: pytest.
     (cut / ".metadata").unlink()
     assert "not a checkpoint of torch.distributed.checkpoint" in refused(cut, capsys, "--trust-pickle")
     assert "--strip is for --dcp" in _said(capsys, "import", "--hf", "x", "--strip", "y", "--out", "z")
+
+
+def test_a_full_disk_is_said_with_the_file_s_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = own_checkpoint(tmp_path / "own", weights())
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        assert main(["export", str(checkpoint), "--dcp", str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "__0_0.distcp" in (said := capsys.readouterr().err)
+    assert len(said.splitlines()) == 1
+    assert not list(tmp_path.glob("*out*"))
+
+
+SLOW = """
+import runpy, time
+from stoker.train.checkpoint import weights
+def pieces(weight):
+    print("half way", flush=True)
+    time.sleep(600)
+weights._pieces = pieces
+runpy.run_module("stoker.train.checkpoint", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_tool_that_is_told_to_end_takes_away_what_is_half_made(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ["import", "--dcp", str(theirs(tmp_path / "dcp")), "--trust-pickle", "--out", str(tmp_path / "out")]
+    with subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, text=True) as tool:
+        assert tool.stdout is not None
+        assert tool.stdout.readline() == "half way\n"
+        assert len(list(tmp_path.glob(".tmp-*"))) == 1
+        tool.send_signal(number)
+        assert tool.wait(60) == 128 + number
+    assert [p.name for p in tmp_path.iterdir()] == ["dcp"]
+
+
+def changed(directory: Path, change: Callable[[Metadata], object]) -> Path:
+    metadata: Metadata = pickle.loads((directory / ".metadata").read_bytes())
+    change(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    return directory
+
+
+def test_a_relative_path_is_one_from_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs(tmp_path / "dcp")
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "--dcp", "dcp", "--trust-pickle", "--out", "back"]) == 0
+    assert_same(read_back(tmp_path / "back"), weights())
+
+
+def test_shards_that_overlap_and_leave_gaps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(iter(weights()))  # [50, 16]
+
+    def twice_the_same(metadata: Metadata) -> None:
+        half = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([25, 16]))
+        metadata.state_dict_metadata[name].chunks = [half, half]
+        place = next(p for index, p in metadata.storage_data.items() if index.fqn == name)
+        torch.save(torch.zeros(25, 16), directory / "__9_0.distcp")
+        place.relative_path, place.offset = "__9_0.distcp", 0
+        place.length = (directory / "__9_0.distcp").stat().st_size
+
+    directory = theirs(tmp_path / "dcp")
+    changed(directory, twice_the_same)
+    assert f"{name}: its shards overlap and leave gaps" in refused(directory, capsys, "--trust-pickle")
+
+
+def test_two_names_that_become_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, tensor = next(iter(weights().items()))
+    directory = theirs(tmp_path / "dcp", **{f"x.{name}": tensor})
+    said = refused(directory, capsys, "--trust-pickle", "--strip", "x.")
+    assert f"x.{name} both become {name}" in said or f"{name} and x.{name}" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("offset", -1), ("length", 1 << 70), ("offset", float("inf")), ("length", 0)]
+)
+def test_places_that_are_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: Any
+) -> None:
+    directory = changed(theirs(tmp_path / "dcp"), lambda m: setattr(next(iter(m.storage_data.values())), field, value))
+    said = refused(directory, capsys, "--trust-pickle")
+    assert str(directory) in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("what", ["--map", "--model"])
+@pytest.mark.parametrize("text", ["[" * 5000, "a: [", "\\xff", "!!python/object/apply:os.getcwd []"])
+def test_a_table_or_settings_that_cannot_be_read_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, text: str
+) -> None:
+    (tmp_path / "file").write_text(text)
+    said = refused(theirs(tmp_path / "dcp"), capsys, "--trust-pickle", what, str(tmp_path / "file"))
+    assert f"{tmp_path / 'file'}: " in said
+    assert len(said.splitlines()) == 1
+
+
+def test_settings_that_no_model_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = theirs(tmp_path / "dcp")
+    (directory / "stoker-model.json").write_text(json.dumps(SETTINGS | {"num_layers": 0}))
+    assert f"{directory}: model.num_layers=0: expected a positive number" in refused(
+        directory, capsys, "--trust-pickle"
+    )
+    (directory / "stoker-model.json").write_text(json.dumps(SETTINGS | {"num_layers": 10**12}))
+    assert "too few for model.num_layers=1000000000000" in refused(directory, capsys, "--trust-pickle")
 
 
 def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +231,17 @@ def test_an_unknown_tool_and_a_directory_that_is_none_are_one_line(tmp_path: Pat
     assert told(capsys, "mean")[0] == 2
     code, _, err = told(capsys, "diff", tmp_path, tmp_path)
     assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_reader_who_has_gone_does_not_make_two_checkpoints_the_same(tmp_path: Path) -> None:
+    a = make(tmp_path / "a", {"model/w": torch.zeros(3)})
+    b = make(tmp_path / "b", {"model/w": torch.ones(3)})
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        command = [sys.executable, "-m", "stoker.train.checkpoint", "diff", str(a), str(b)]
+        done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writes)
+    assert done.returncode in (1, 2)  # never 0, which says: the same
+    assert done.stderr == b""

@@ -141,7 +141,12 @@ def test_what_a_config_leaves_out_is_its_family_s_default() -> None:
     assert (gemma.rope_theta, gemma.rope_theta_local, gemma.num_kv_heads) == (1e6, 1e4, 4)
     mistral = parse_config(named("mistral", "MistralForCausalLM", num_key_value_heads=2)).model
     assert (mistral.sliding_window, mistral.tied_embeddings, mistral.norm_eps) == (4096, False, 1e-6)
-    assert parse_config(named("mistral", "MistralForCausalLM", sliding_window=None)).model.sliding_window == 0
+    assert (
+        parse_config(
+            named("mistral", "MistralForCausalLM", num_key_value_heads=2, sliding_window=None)
+        ).model.sliding_window
+        == 0
+    )
     assert parse_config(QWEN2).model.num_kv_heads == 4
     assert parse_config(named("qwen3", "Qwen3ForCausalLM")).model.head_dim == 128
 
@@ -247,3 +252,27 @@ def test_what_has_no_setting_is_kept_from_the_config_that_it_is_like() -> None:
     assert (written["eos_token_id"], written["max_position_embeddings"]) == (128001, 131072)
     assert written["num_hidden_layers"] == 2
     assert "rope_parameters" not in written
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 0}, "model.num_layers=0: expected a positive number"),
+        ({"rms_norm_eps": -1}, "model.norm_eps=-1.0: expected a positive number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1000"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan"),
+        ({"num_hidden_layers": 2**63}, "num_hidden_layers = 9223372036854775808"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures = "),
+        ({"architectures": None, "model_type": ["llama"]}, "model_type = "),
+    ],
+)
+def test_values_that_no_model_has_are_refused_by_name(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=r"^config\.json: ") as refused:
+        parse_config({**LLAMA, **change})
+    assert said in str(refused.value)
+
+
+def test_a_config_nested_without_end_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
+        read_config(tmp_path)

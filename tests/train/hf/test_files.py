@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 from stoker.train.box import Box
 from stoker.train.hf.files import Reader, read_header, tensors_of
+from stoker.train.hf.importing import import_hf
 from stoker.train.hf.weights import open_hf
 
 CONFIG = {
@@ -177,3 +179,34 @@ def test_a_file_that_shrinks_under_the_reader_is_an_error(model: Path) -> None:
     with pytest.raises(ValueError, match=rf"ends at byte {stored.at + 4}, more was expected"):
         reader.fill(stored, Box.whole(stored.shape), torch.zeros(stored.shape))
     reader.close()
+
+
+@pytest.mark.parametrize("shape", ["[Infinity, 8]", "[" * 5000])
+def test_a_header_of_numbers_that_are_none_is_damaged(model: Path, shape: str) -> None:
+    text = f'{{"model.norm.weight": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 32]}}}}'.encode()
+    (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 32)
+    with pytest.raises(ValueError, match="its header is damaged"):
+        open_hf(model)
+
+
+@pytest.mark.parametrize("name", ["a\x00.safetensors", "\ud800.safetensors", "../model.safetensors"])
+def test_an_index_names_nothing_but_files_beside_it(model: Path, name: str) -> None:
+    index = {"weight_map": dict.fromkeys(SHAPES, name)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"expected names of \.safetensors files beside it"):
+        open_hf(model)
+
+
+def test_more_layers_than_tensors_are_refused_before_they_are_made(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2**50}))
+    with pytest.raises(ValueError, match=r"12 tensors, too few for model\.num_layers=1125899906842624"):
+        open_hf(model)
+
+
+def test_a_place_with_a_newline_in_its_name_adds_no_setting(model: Path) -> None:
+    source = model / "a\nvocab_size: 7"
+    source.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).rename(source / name)
+    import_hf(source, model / "out")
+    assert yaml.safe_load((model / "out/config/model/imported.yaml").read_text())["vocab_size"] == 11
