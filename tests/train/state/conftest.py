@@ -12,7 +12,7 @@ from stoker.launcher.run.layout import RunDir
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from state_ranks import Crew
+from state_ranks import Crew, close_jobs
 from striking import make_older
 
 
@@ -21,6 +21,12 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     c = Crew(tmp_path_factory.mktemp("crew"))
     yield c
     c.close()
+
+
+@pytest.fixture(autouse=True)
+def _closed_jobs() -> Iterator[None]:
+    yield
+    close_jobs()
 
 
 @pytest.fixture

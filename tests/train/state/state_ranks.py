@@ -38,6 +38,7 @@ from stoker.train.state.packing import Shard, Staging, copies, pack
 from stoker.train.state.segment import Memory
 
 PATIENCE = 60.0  # seconds until a rank that does not end is a failure
+JOBS: list[Job] = []  # made in this process
 
 
 def make_entries(seed: int) -> list[Entry]:
@@ -125,7 +126,14 @@ def make_job(run: RunDir, attempt: int, generation: int = 1, run_id: str = "run-
 
     fence = Fence(run, attempt)
     context = RunContext(run, run_id, run.attempt(attempt), generation, fence, Pulse(None, generation), report=report)
-    return Job(context, grid or single(), events)
+    JOBS.append(Job(context, grid or single(), events))
+    return JOBS[-1]
+
+
+def close_jobs() -> None:
+    """Those of this process: their memory is behind descriptors, of which a process has a thousand."""
+    while JOBS:
+        JOBS.pop().close()
 
 
 @dataclass
@@ -141,6 +149,7 @@ class Rank:
     crew: Crew
     pid: int
     directory: Path
+    store: dist.TCPStore  # where it meets the others; lives as long as the last of them is known
 
     def wait_frozen(self) -> None:
         until(lambda: is_frozen(self.pid))
@@ -174,7 +183,7 @@ class Crew:
     """Starts ranks."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch, self._count, self._stores = scratch, 0, []
+        self._scratch, self._count = scratch, 0
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -203,7 +212,6 @@ class Crew:
     ) -> list[Rank]:
         """`body(job, **arguments)` on `size` ranks. `fail`: failpoints. `file_limit`: bytes, for one rank's files."""
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._stores.append(store)
         ranks = []
         for rank in range(size):
             self._count += 1
@@ -223,7 +231,7 @@ class Crew:
                 file_limit=file_limit if rank == limited_rank else None,
                 arguments=arguments,
             )
-            ranks.append(Rank(self, pid, directory))
+            ranks.append(Rank(self, pid, directory, store))
         return ranks
 
     def run(self, body: Callable[..., Any], run: RunDir, size: int, **rest: Any) -> list[Result]:
