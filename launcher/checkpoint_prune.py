@@ -63,6 +63,9 @@ def main(argv: list[str]) -> int:
     p.add_argument("--json", action="store_true", help="one JSON object, for programs")
     arguments = p.parse_args(argv)
     run = find_run(arguments.run)
+    if run.checkpoints.is_symlink() and not run.checkpoints.exists():
+        leads = f"{run.checkpoints} leads to {run.checkpoints.readlink()}"
+        raise environment_error(f"{leads}, which is not there: nothing can be removed")
     found = look_around(run)
     own = with_history(run, retention_of(settings_of(run), found))
     plan = make_plan(run, found, own, _wanted(arguments, own, run), arguments.dry_run)

@@ -212,6 +212,9 @@ def test_ls_of_checkpoints_whose_file_system_is_away(run: RunDir, capsys: Any) -
     elsewhere.rename(run.path.parent / "away")
     _, out, _ = stoker(capsys, "ls", run.path)
     assert out == f"cannot be seen: {run.checkpoints} leads to {elsewhere}, which is not there\n"
+    code, out, err = stoker(capsys, "prune", run.path, "--json")
+    assert (code, out) == (1, "")
+    assert f"{run.checkpoints} leads to {elsewhere}, which is not there: nothing can be removed" in err
 
 
 def test_verify_names_the_first_bad_block_and_its_tensors(run: RunDir, capsys: Any) -> None:

@@ -21,7 +21,12 @@ docs/huggingface.md has more."""
 
 def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    return _hugging_face(arguments) if arguments.dcp is None else _dcp(arguments)
+    if arguments.dcp is None:
+        return _hugging_face(arguments)
+    for name in ("max_shard_size", "tokenizer", "like"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for --hf")
+    return _dcp(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,9 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument("--hf", type=Path, metavar="DIR", help="the new directory, for transformers")
     target.add_argument("--dcp", type=Path, metavar="DIR", help="the new directory, for torch.distributed.checkpoint")
     p.add_argument("--dtype", type=dtype_of, help="of the weights: fp32, bf16, ...; default: as the model was trained")
-    p.add_argument(
-        "--max-shard-size", type=bytes_of, default="5GB", metavar="SIZE", help="of a file, e.g. 500MB (default: 5GB)"
-    )
+    p.add_argument("--max-shard-size", type=bytes_of, metavar="SIZE", help="of a file, e.g. 500MB (default: 5GB)")
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json, or a directory; default: the run's")
     p.add_argument(
         "--like", type=Path, metavar="DIR", help="model directory to take token ids and the like from; default: the "
@@ -65,7 +68,8 @@ def _hugging_face(arguments: argparse.Namespace) -> int:
     from ..hf.exporting import Options, export_hf
 
     checkpoint = find_checkpoint(arguments.checkpoint)
-    options = Options(arguments.dtype, arguments.max_shard_size, arguments.tokenizer, arguments.like)
+    limit = arguments.max_shard_size or Options.limit
+    options = Options(arguments.dtype, limit, arguments.tokenizer, arguments.like)
     with Bar("export") as bar:
         made = export_hf(checkpoint, arguments.hf, options, bar.advance)
     if arguments.json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,13 @@ def _dcp(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}: {made.parameters:,} parameters")
     if made.unread:
         print(f"not taken over: {summary(made.unread)}")
-    print(f"to begin with it: --config-dir {arguments.out / 'config'} model=imported model.init_from={arguments.out}")
+    _tell_how_to_begin(arguments.out)
     return 0
+
+
+def _tell_how_to_begin(out: Path) -> None:
+    words = ("--config-dir", str(out / "config"), "model=imported", f"model.init_from={out}")
+    print(f"to begin with it: {shlex.join(words)}")
 
 
 def _table(path: Path) -> dict[str, str]:
@@ -119,6 +125,5 @@ def _hugging_face(arguments: argparse.Namespace) -> int:
     print(f"tokenizer: {', '.join(made.tokenizer) or 'none beside the weights'}")
     if made.unread:
         print(f"not read (unknown here): {', '.join(made.unread)}")
-    settings = (arguments.out / SETTINGS).parent.parent
-    print(f"to begin with it: --config-dir {settings} model=imported model.init_from={arguments.out}")
+    _tell_how_to_begin(arguments.out)
     return 0

@@ -208,6 +208,7 @@ def test_what_does_not_fit_is_refused_with_words(tmp_path: Path, capsys: pytest.
     assert "is no tensor: the file is damaged" in refused(cut, capsys, "--trust-pickle")
     (cut / ".metadata").unlink()
     assert "not a checkpoint of torch.distributed.checkpoint" in refused(cut, capsys, "--trust-pickle")
+    assert "--tokenizer is for --hf" in _said(capsys, "export", "--dcp", "x", "--tokenizer", "y", "z")
     assert "--strip is for --dcp" in _said(capsys, "import", "--hf", "x", "--strip", "y", "--out", "z")
 
 
