@@ -36,9 +36,6 @@ def _policy(config: Config) -> Iterator[Problem]:
     if c.keep_best and config.train.eval_interval == 0:
         message = "which are best is known from validation; set train.eval_interval and data.validation_tokens"
         yield Problem("checkpoint.keep_best", str(c.keep_best), message)
-    if c.keep_every and c.interval and c.keep_every % c.interval:
-        message = f"expected a multiple of checkpoint.interval={c.interval}: other steps are not saved regularly"
-        yield Problem("checkpoint.keep_every", str(c.keep_every), message, "warning")
     if c.stripes < -1:
         yield Problem("checkpoint.stripes", str(c.stripes), "expected a count, -1 for all targets, 0 for by size")
 

@@ -305,7 +305,7 @@ class CheckpointConfig:
     asynchronous: bool = True  # train on while it is written; false: wait until it is on stable storage
     staging_mb: int = 0  # MB of host memory per rank for copies of the state; 0: two whole copies if they fit
     keep: int = 3  # newest valid checkpoints kept; the last verified one is never deleted
-    keep_every: int = 0  # steps; those at a multiple of it are kept besides; 0: none
+    keep_every: int = 0  # steps; from each multiple of it on the first one is kept besides; 0: none
     keep_best: int = 0  # so many with the lowest validation loss are kept besides
     storage: str | None = None  # where they lie: a directory or s3://BUCKET/PREFIX; default: in the run directory
     local: str | None = None  # directory on the nodes' own disks: written there first, copied on in the background

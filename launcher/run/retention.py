@@ -39,7 +39,7 @@ class Retention:
     """What stays. As plain JSON it is the field `keep` of a request to publish."""
 
     keep: int  # so many of the newest valid ones, at least one
-    keep_every: int = 0  # steps; the valid ones at a multiple of it; 0: none because of that
+    keep_every: int = 0  # steps; from each multiple of it on the first valid one; 0: none because of that
     keep_best: int = 0  # so many with the lowest validation loss
     attempt: int | None = None  # whoever asks; those of later attempts are a successor's. None: there is nobody later
     proven: frozenset[CheckpointName] = frozenset()  # all their bytes were checked, or written by whoever asks
@@ -98,13 +98,15 @@ class Retention:
         return {name: tuple(found) for name, found in why.items()}
 
     def _every(self, mine: Iterable[CheckpointName], valid: Look) -> list[CheckpointName]:
-        """Of each such step the newest attempt's: a step that was done again stands for the one before."""
+        """From each such step on the first one: a save that was due there may have had to wait for another. Of one step
+        the newest attempt's: a step that was done again stands for the one before."""
         if self.keep_every <= 0:
             return []
         chosen: dict[int, CheckpointName] = {}
-        for name in mine:
-            if name.step % self.keep_every == 0 and name.step not in chosen and valid(name) is not None:
-                chosen[name.step] = name
+        for name in sorted(mine, key=lambda n: (n.step, -n.attempt)):
+            number = name.step // self.keep_every
+            if number and number not in chosen and valid(name) is not None:
+                chosen[number] = name
         return list(chosen.values())
 
     def _best(self, mine: Iterable[CheckpointName], valid: Look) -> list[CheckpointName]:

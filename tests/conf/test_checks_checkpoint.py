@@ -69,3 +69,43 @@ def test_a_path_of_initial_weights_is_made_absolute(
     monkeypatch.chdir(tmp_path)
     chosen = compose([f"model.init_from={prefix}some/where", "data.sources=[{prefix: /x}]"]).config.model.init_from
     assert chosen == f"{prefix}{tmp_path}/some/where"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"staging_mb": 15},
+            ["checkpoint.staging_mb=15: expected at least 16, or 0 for two whole copies where they fit"],
+        ),
+        ({"staging_mb": 16}, []),
+        (
+            {"keep_best": 1},
+            [
+                "checkpoint.keep_best=1: which are best is known from validation; "
+                "set train.eval_interval and data.validation_tokens"
+            ],
+        ),
+        ({"stripes": -2}, ["checkpoint.stripes=-2: expected a count, -1 for all targets, 0 for by size"]),
+        ({"stripes": -1}, []),
+        ({"minutes": -1.0}, ["checkpoint.minutes=-1.0: expected 0 or a positive number"]),
+        ({"storage": "ckpt"}, ["checkpoint.storage=ckpt: expected an absolute path, or s3://BUCKET/PREFIX"]),
+        ({"storage": "s3://B/x"}, ["checkpoint.storage=s3://B/x: expected an absolute path, or s3://BUCKET/PREFIX"]),
+        ({"storage": "s3://bucket"}, []),
+        ({"local": "x"}, ["checkpoint.local=x: expected an absolute path: a directory on each node's own disk"]),
+        ({"interval": 0, "minutes": 30.0}, []),
+        (
+            {"interval": 0},
+            [
+                "checkpoint.interval=0: with resilience.continuation=requeue: a stop without warning starts again at "
+                "step 0; set an interval"
+            ],
+        ),
+    ],
+)
+def test_settings_of_checkpoints(settings: dict[str, Any], expected: list[str]) -> None:
+    config = Config()
+    config.data.sources = [DataSource("/data/a")]
+    for name, value in settings.items():
+        setattr(config.checkpoint, name, value)
+    assert [f"{p.field}={p.value}: {p.message}" for p in check(config) if p.field.startswith("checkpoint.")] == expected

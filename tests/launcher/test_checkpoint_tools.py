@@ -77,7 +77,7 @@ def test_ls_shows_state_size_loss_and_why_each_is_kept(run: RunDir, capsys: Any)
     assert rows == [
         "CHECKPOINT STEP ATTEMPT AGE SIZE STATE VALIDATION KEPT FOR",
         "step-00000500-a0002 500 2 10 min 5.2 MB valid 4.0000 newest, every",
-        "step-00000450-a0001 450 1 10 min 5.2 MB valid 3.0000 newest",
+        "step-00000450-a0001 450 1 10 min 5.2 MB valid 3.0000 newest, every",
         "step-00000450-a0001 450 1 10 min 1.0 kB unfinished -",
         "step-00000300-a0001 300 1 ? ? damaged: no manifest.json (the save was not finished) - -",
         f"step-00000200-a0001 200 1 10 min 5.2 MB damaged: shard-00000.safetensors: 99 bytes, expected {SIZE} - -",
@@ -346,9 +346,9 @@ def test_prune_of_a_running_run_touches_nothing_that_it_needs(run: RunDir, fake_
     attempt = claim(run)
     attempt.start.write_text(json.dumps({"submission": 1, "time": 1.0, "job_id": "7"}))
     before = names(run)
-    code, _, err = stoker(capsys, "prune", run.path, "--keep", 1)
+    code, _, err = stoker(capsys, "prune", run.path, "--keep", 1, "--keep-every", 0)
     assert (code, names(run)) == (1, before)
-    assert "is running and keeps step-00000450-a0001; nothing was removed" in err
+    assert "is running and keeps step-00000450-a0001, step-00000100-a0001; nothing was removed" in err
     assert "--keep 2 --keep-every 100 --keep-best 1" in err
     code, _, _ = stoker(capsys, "prune", run.path)
     assert (code, names(run)) == (0, ["500.2", "450.1", "150.1", "100.1"])

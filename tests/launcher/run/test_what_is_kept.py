@@ -65,6 +65,9 @@ def test_what_goes(found: str, invalid: str, proven: str, keep: int, going: str)
         ("50.1 40.1 30.1 20.1 10.1", 50, "50.1"),
         # A step that was done again stands for the one before.
         ("50.2 40.2 40.1 30.1 20.1", 20, "50.2 40.2 20.1"),
+        # Saves that had to wait: the first one from there on.
+        ("25.1 22.1 15.1 12.1 5.1", 10, "25.1 22.1 12.1"),
+        ("26.2 23.1 23.2 19.1", 20, "26.2 23.2"),
     ],
 )
 def test_those_at_regular_steps_stay(found: str, every: int, staying: str) -> None:
