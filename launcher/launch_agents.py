@@ -10,6 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .container import Entry, entry, environment_inside
@@ -17,6 +19,9 @@ from .protocol import ADDRESSES, ATTEMPT, INSIDE, LEASE, NODE, TOKEN
 from .run.bootstrap import LOCAL_DIR, local_parents
 from .run.layout import AttemptDir, RunDir
 from .srun_words import Failure, SrunWords
+
+_PAUSE = 2.0  # seconds between two tries to get a step
+_PATIENCE = 60.0  # seconds for which that is tried
 
 
 class Launch(Protocol):
@@ -84,7 +89,7 @@ def launch_agents(
         env = environment_inside(env, config["cluster"]["env"], (sys.prefix,)) | {LOCAL_DIR: local, INSIDE: runtime}
     if job_id is not None:
         command = srun_command(run, config, inside)
-        return _Processes([subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)])
+        return _Srun(lambda: subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE))
     command = agent_command(run, config, inside)
     if runtime == "none":
         command = [sys.executable, "-m", "stoker.launcher.agent", str(run.path)]  # the frozen code is on our path
@@ -99,6 +104,9 @@ def launch_agents(
 
 class _Processes:
     def __init__(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        self._take(processes)
+
+    def _take(self, processes: list[subprocess.Popen[bytes]]) -> None:
         self._processes = processes
         self._words = [SrunWords(p.stderr) for p in processes if p.stderr is not None]
 
@@ -123,3 +131,25 @@ class _Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class _Srun(_Processes):
+    """srun, begun again as long as Slurm has not done with the job's start before this one: a requeued job's batch
+    script may run already while no step can be had. A job that is really being ended hears of it by its signal."""
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        super().__init__([start()])
+        self._start, self._until = start, time.monotonic() + _PATIENCE
+        self._again_at: float | None = None
+
+    def poll(self) -> int | None:
+        now = time.monotonic()
+        if self._again_at is None:
+            code = super().poll()
+            if not code or not self._words[0].is_too_early or now > self._until:
+                return code
+            self._again_at = now + _PAUSE
+        elif now >= self._again_at:
+            self._again_at = None
+            self._take([self._start()])
+        return None

@@ -17,6 +17,8 @@ from .jobnodes import hostnames
 # "srun: error: n[2-3]: tasks 1-2: Exited with exit code 127"; "... Task launch for StepId=7.0 failed on node n2: ..."
 _TASK = re.compile(r"srun: error: (\S+): tasks? [\d,\-]+: (.+)")
 UNKNOWN_OPTION = "srun: unrecognized option"  # it has started nothing then
+# Of a job that has just been requeued: its end on the former nodes is still going on.
+_TOO_EARLY = "Job/step already completing or completed"
 _LONGEST = 300  # characters of a line that go into a reason
 _LAUNCH = re.compile(r"srun: error: .*failed on node (\S+?): (.+)")
 
@@ -51,6 +53,7 @@ class SrunWords:
         self._lock = threading.Lock()
         self._found: list[Failure] = []
         self._last = ""
+        self.is_too_early = False  # no step can be had yet
         self._thread = threading.Thread(target=self._read, name="srun", daemon=True)
         self._thread.start()
 
@@ -66,6 +69,7 @@ class SrunWords:
             with self._lock:
                 self._found += failures
                 self._last = telling(line) or self._last
+                self.is_too_early |= _TOO_EARLY in line
 
     @property
     def last(self) -> str:

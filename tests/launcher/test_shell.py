@@ -23,7 +23,8 @@ def at_work(make_run: Callable[..., RunDir]) -> Running:
     container: dict[str, Any] = {"runtime": "none", "options": ["--container-writable"], "mounts": []}
     config = {"cluster": {"procs_per_node": 4, "local_dir": None, "cpus_per_task": 8, "gpus_per_node": 0, "env": {}},
               "container": container | {"image": "img.sqsh", "python": "python3"},
-              "data": {"sources": [], "tokenizer": None}}  # fmt: skip
+              "data": {"sources": [], "tokenizer": None}, "model": {"init_from": None},
+              "checkpoint": {"storage": None, "local": None}}  # fmt: skip
     return Running(run, attempt, 1, "77", None, ("n1", "n2"), 2, "/usr/bin/python3", config)
 
 
