@@ -218,7 +218,8 @@ def test_ranks_killed_while_their_writer_is_at_any_call_leave_the_old_or_the_new
             assert rank.code() == -signal.SIGKILL
             os.kill(tap.process, signal.SIGCONT)
             until(partial(has_one_thread, tap.process))
-            assert [p.name for p in saves.run.checkpoints.glob(".tmp-step*")] == [], str(tap.calls[at])
+            # Whichever of its threads ends last takes it away.
+            until(lambda: not list(saves.run.checkpoints.glob(".tmp-step*")), partial(str, tap.calls[at]))
             os.kill(tap.process, signal.SIGKILL)
         check_old_or_new(saves.run)
         saves.clean_up()
