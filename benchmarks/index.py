@@ -36,6 +36,8 @@ from stoker.launcher.run.manifest import (
     check_sizes,
     describe,
     read_manifest,
+    shard_name,
+    sidecar_name,
 )
 from stoker.train.box import Box
 from stoker.train.state.entry import Entry, plan
@@ -44,7 +46,6 @@ from stoker.train.state.loader import match
 from stoker.train.state.reader import VerifiedReader
 from stoker.train.state.segment import layout
 from stoker.train.state.source import FileSource
-from stoker.train.state.writer import shard_name, sidecar_name
 
 LAYERS, WIDTH, KV, FFN, VOCAB = 80, 8192, 1024, 28672, 128256
 # name in a layer: shape, dim that tensor parallelism cuts

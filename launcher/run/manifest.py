@@ -35,6 +35,15 @@ _MANY, _AT_ONCE = 100, 16  # files that are worth threads, and how many
 _FORMAT, _VERSION = "stoker-checkpoint", 1
 
 
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def sidecar_name(number: int) -> str:
+    """Of the block checksums of that shard."""
+    return f"shard-{number:05d}.crc32"
+
+
 class InvalidCheckpointError(Exception):
     """A checkpoint that must not be loaded; the message names the file and what is wrong with it."""
 

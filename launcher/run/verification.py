@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_json
-from .manifest import BLOCK, INDEX, MANIFEST, FileEntry, InvalidCheckpointError, Manifest, read_manifest
+from .manifest import BLOCK, INDEX, MANIFEST, FileEntry, InvalidCheckpointError, Manifest, read_manifest, shard_name
 
 Read = Callable[[str, int, int], bytes]  # (file, at, size) -> so many bytes; raises OSError; called by several threads
 Seen = Callable[[int], object]  # called with the bytes that have been checked since, by any thread
@@ -142,7 +142,7 @@ def slices_of(line: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     """(file, first byte, bytes) of each slice of a line of the index."""
     width, s = _SIZES.get(line["dtype"], 1), line["slices"]
     for file, at, *shape in zip(*map(_column, (s["file"], s["at"], *s["shape"])), strict=True):
-        yield f"shard-{file:05d}.safetensors", at, prod(shape) * width
+        yield shard_name(file), at, prod(shape) * width
 
 
 def expanded(line: dict[str, Any]) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def expanded(line: dict[str, Any]) -> list[dict[str, Any]]:
     s, dims = line["slices"], len(line["shape"])
     columns = [_column(runs) for runs in (s["file"], s["at"], *s["start"], *s["shape"])]
     return [
-        {"file": f"shard-{file:05d}.safetensors", "at": at, "start": rest[:dims], "shape": rest[dims:]}
+        {"file": shard_name(file), "at": at, "start": rest[:dims], "shape": rest[dims:]}
         for file, at, *rest in zip(*columns, strict=True)
     ]
 

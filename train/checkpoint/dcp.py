@@ -37,11 +37,11 @@ from ...launcher.run.files import naming, read_json, write_json
 from ..box import Box
 from ..hf.config import checked, settings_text
 from ..hf.importing import SETTINGS, plain, rows_of
-from ..hf.write import new_directory
 from ..initial import model_of
 from ..params import decoder_table
 from ..state.agreement import summary
 from ..state.entry import DTYPES
+from ..storage.new_directory import new_directory
 from .reading import model_settings
 from .source import CheckpointWeights, open_weights
 from .weights import MODEL, Origin, Weight, write_weights

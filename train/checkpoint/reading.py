@@ -16,7 +16,7 @@ import torch
 
 from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest
 from ..box import Box
-from ..state.entry import DTYPES, Entry
+from ..state.entry import TORCH_DTYPES, Entry
 from ..state.index import Index
 from ..state.loader import load, match
 from ..state.reader import VerifiedReader
@@ -24,7 +24,6 @@ from ..state.source import ByteSource
 from ..storage.posix import manifest_at, source_at
 
 CHUNK = 64 * 1024 * 1024  # bytes of a tensor that are in memory at once
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,9 @@ class Checkpoint:
         self._reader = VerifiedReader(source, manifest)
         self._index = Index(self._reader.small(INDEX), self._reader.small(OFFSETS), source.where(INDEX))
         self.tensors: dict[str, Logical] = {}  # by name, sorted
-        for number in range(len(self._index)):
-            line = self._index.find(self._index.name(number))
-            if line is None or line.dtype not in TORCH_DTYPES:
-                raise InvalidCheckpointError(f"{source.where(INDEX)}: line {number + 1} is not what was written")
+        for line in self._index.lines():
+            if line.dtype not in TORCH_DTYPES:
+                raise InvalidCheckpointError(f"{source.where(INDEX)}: line {line.number + 1} is not what was written")
             self.tensors[line.name] = Logical(line.name, TORCH_DTYPES[line.dtype], line.shape)
 
     @property

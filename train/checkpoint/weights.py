@@ -6,26 +6,33 @@ rename. Does not own: where the tensors come from.
 
 from __future__ import annotations
 
-import os
-import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from secrets import token_hex
 from time import time
 from typing import Any
 
 import torch
 
-from ...launcher.run.files import fsync_dir
-from ...launcher.run.manifest import BLOCK, INDEX, OFFSETS, FileEntry, Manifest, check_sizes, describe
+from ...launcher.run.manifest import (
+    BLOCK,
+    INDEX,
+    OFFSETS,
+    FileEntry,
+    Manifest,
+    block_checksums,
+    check_sizes,
+    describe,
+    shard_name,
+    sidecar_name,
+)
 from ..box import Box
 from ..state.checksum import crc32
 from ..state.entry import Slice
 from ..state.index import merged, part
 from ..state.segment import layout
+from ..storage.new_directory import new_directory
 from ..storage.posix import PosixSink
 
 MODEL = "model/"  # names of weights in a checkpoint begin with it
@@ -40,7 +47,7 @@ class Weight:
     """A tensor to write. `rows()` gives it in pieces, in order: tensors [n, *shape[1:]] of any device and stride that
     make up `shape` along dim 0 (a scalar: one tensor of shape []). Called once, when its turn has come."""
 
-    name: str  # in the checkpoint: model/<name in the parameter table>
+    name: str  # in a checkpoint of ours: model/<name in the parameter table>
     dtype: torch.dtype
     shape: tuple[int, ...]
     rows: Callable[[], Iterable[torch.Tensor]]
@@ -86,14 +93,10 @@ def write_checkpoint(
         ValueError: there is something at `directory`; or a `Weight` does not give what it says (names it).
         OSError: storage refused.
     """
-    if os.path.lexists(directory):
-        raise ValueError(f"{directory}: exists already; name a new directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = directory.with_name(f".tmp-{directory.name}-{token_hex(4)}")
-    unfinished.mkdir()
-    try:
+    with new_directory(directory) as unfinished:
+        unfinished.mkdir()
         files, lines = [], []
-        for number, shard in enumerate(_shards(weights)):
+        for number, shard in enumerate(divide(sorted(weights, key=lambda w: w.name), _SHARD)):
             written, index = _write_shard(unfinished, number, shard, progress)
             files += written
             lines.append(index)
@@ -110,25 +113,20 @@ def write_checkpoint(
         )
         manifest.write(unfinished)
         check_sizes(unfinished, manifest)
-        os.rename(unfinished, directory)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    fsync_dir(directory.parent)
     return manifest
 
 
-def _shards(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """By name, cut where one has grown to its size."""
-    shard: list[Weight] = []
+def divide(weights: Iterable[Weight], limit: int) -> list[list[Weight]]:
+    """Groups of at most `limit` bytes, in the given order; a tensor is never divided."""
+    shards: list[list[Weight]] = [[]]
     size = 0
-    for weight in sorted(weights, key=lambda w: w.name):
-        if shard and size + weight.nbytes > _SHARD:
-            yield shard
-            shard, size = [], 0
-        shard.append(weight)
+    for weight in weights:
+        if shards[-1] and size + weight.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(weight)
         size += weight.nbytes
-    yield shard
+    return shards
 
 
 def _write_shard(
@@ -141,8 +139,7 @@ def _write_shard(
         Slice(w.name, torch.empty(w.shape, dtype=w.dtype, device="meta"), w.shape, Box.whole(w.shape)) for w in weights
     ]
     head, placed = layout(slices)
-    stem = f"shard-{number:05d}"
-    shard, sidecar = f"{stem}.safetensors", f"{stem}.crc32"
+    shard, sidecar = shard_name(number), sidecar_name(number)
     file = _CheckedFile(directory / shard, len(head) + sum(p.size for p in placed), progress)
     try:
         file.write(memoryview(head))
@@ -191,7 +188,7 @@ class _CheckedFile:
     def __init__(self, path: Path, size: int, progress: Progress) -> None:
         self.size = size
         self._sink, self._progress = PosixSink(path), progress
-        self._buffer, self._filled, self._crcs = bytearray(min(_AT_ONCE, max(size, 1))), 0, list[int]()
+        self._buffer, self._filled, self._checksums = bytearray(min(_AT_ONCE, max(size, 1))), 0, bytearray()
         self._written = 0
 
     def write(self, data: memoryview) -> None:
@@ -205,7 +202,7 @@ class _CheckedFile:
 
     def _flush(self) -> None:
         view = memoryview(self._buffer)[: self._filled]
-        self._crcs += [crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
+        self._checksums += block_checksums(view, crc32)
         self._sink.write(view)
         self._written += len(view)
         self._progress(len(view))
@@ -216,7 +213,7 @@ class _CheckedFile:
         self._flush()
         assert self._written == self.size, f"{self._written} bytes, {self.size} expected"
         self._sink.finish()
-        return struct.pack(f"<{len(self._crcs)}I", *self._crcs)
+        return bytes(self._checksums)
 
     def abort(self) -> None:
         self._sink.abort()

@@ -22,15 +22,17 @@ from ...launcher.run.files import write_json
 from ...launcher.run.layout import RunDir
 from ..box import Box
 from ..checkpoint.source import CheckpointWeights, open_weights
+from ..checkpoint.weights import Weight
 from ..data.meta import read_meta
 from ..initial import HF, model_of
 from ..params import ParamTable, decoder_table
 from ..state.agreement import summary
+from ..storage.new_directory import new_directory
 from .config import CONFIG, Described, read_config, write_config
 from .importing import rows_of
 from .maps import Layout, Piece, layout
 from .tokenizer import GENERATION, IDS, Tokenizer, copy_files, write_generation
-from .write import Planned, new_directory, write_tensors
+from .write import write_tensors
 
 _TEXT = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -109,11 +111,11 @@ def _check(weights: CheckpointWeights, table: ParamTable, where: Path) -> None:
         raise ValueError(f"{where}: weights are not those of its model settings: {summary(wrong)}")
 
 
-def _planned(weights: CheckpointWeights, pieces: Layout, dtype: torch.dtype | None) -> list[Planned]:
+def _planned(weights: CheckpointWeights, pieces: Layout, dtype: torch.dtype | None) -> list[Weight]:
     planned = []
     for name, parts in pieces.theirs.items():
         kept, shape = dtype or weights.trained_dtype(parts[0].name), pieces.shape(name)
-        planned.append(Planned(name, kept, shape, partial(rows_of, partial(_fill, weights, parts), shape, kept)))
+        planned.append(Weight(name, kept, shape, partial(rows_of, partial(_fill, weights, parts), shape, kept)))
     return planned
 
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from ..box import Box
-from ..state.entry import DTYPES
+from ..state.entry import DTYPES, TORCH_DTYPES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_TYPES = {text: dtype for dtype, text in DTYPES.items()}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 32 * 1024 * 1024  # bytes of host memory through which a region passes
 _LARGEST_HEADER = 100 * 1000 * 1000  # as the format's own library allows
@@ -113,9 +112,9 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _stored(path: Path, base: int, entry: dict[str, Any]) -> Stored:
-    if entry["dtype"] not in _TYPES:
+    if entry["dtype"] not in TORCH_DTYPES:
         raise ValueError(f"dtype {entry['dtype']} is unknown")
-    dtype, shape = _TYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+    dtype, shape = TORCH_DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
     begin, end = map(int, entry["data_offsets"])
     if begin < 0 or min(shape, default=0) < 0 or end - begin != prod(shape) * dtype.itemsize:
         raise ValueError(f"{list(shape)} of {entry['dtype']} does not take bytes {begin} to {end}")

@@ -19,10 +19,10 @@ from torch import Tensor
 from ...conf.schema import ModelConfig
 from ..box import Box
 from ..checkpoint.weights import MODEL, Origin, Weight, write_weights
+from ..storage.new_directory import new_directory
 from .config import CONFIG, settings_text
 from .tokenizer import FILES, GENERATION, copy_files
 from .weights import HfWeights, WeightSource, open_hf
-from .write import new_directory
 
 CHUNK = 64 * 1024 * 1024  # bytes of a tensor that are in memory at once
 SETTINGS = "config/model/imported.yaml"  # `--config-dir OUT/config model=imported`

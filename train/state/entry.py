@@ -33,6 +33,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _WHOLE_BELOW = 1024 * 1024  # bytes; smaller tensors are not cut: the index would grow for nothing
 
 

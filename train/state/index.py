@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from ...launcher.run.files import to_json
-from ...launcher.run.manifest import INDEX, OFFSETS, FileEntry, InvalidCheckpointError, describe
+from ...launcher.run.manifest import INDEX, OFFSETS, FileEntry, InvalidCheckpointError, describe, shard_name
 from ..box import Box
 from ..storage.base import Target
 from .columns import Column, from_runs, to_runs
 from .entry import DTYPES
 from .segment import Placed
-from .writer import shard_name, shard_number, write_small
+from .writer import shard_number, write_small
 
 _NAME_AT = len('{"name":')
 _SLICES = b',"slices":'
@@ -184,6 +184,10 @@ class Index:
         """
         number = self._numbers.get(name)
         return None if number is None else self._parse(number)
+
+    def lines(self) -> Iterator[Line]:
+        """All of them, sorted by name. Raises as `find`."""
+        return map(self._parse, range(len(self)))
 
     def _line(self, number: int) -> str:
         begin = self._offsets[number]

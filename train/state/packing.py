@@ -14,12 +14,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...launcher.run.manifest import BLOCK
+from ...launcher.run.manifest import BLOCK, shard_name
 from .entry import Entry, check, plan
 from .index import part
 from .persist import Answer, Part, Persister, Wave
 from .segment import Memory, Placed, layout
-from .writer import shard_name
 
 _LOOK = 0.1  # seconds between looks whether the packing is to stop
 

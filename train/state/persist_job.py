@@ -22,14 +22,22 @@ from typing import Any
 from ...launcher.run.attempts import Fence, SupersededError
 from ...launcher.run.failpoints import failpoint
 from ...launcher.run.layout import CheckpointName, RunDir
-from ...launcher.run.manifest import FileEntry, InvalidCheckpointError, Manifest, block_checksums, describe
+from ...launcher.run.manifest import (
+    FileEntry,
+    InvalidCheckpointError,
+    Manifest,
+    block_checksums,
+    describe,
+    shard_name,
+    sidecar_name,
+)
 from ...launcher.run.retention import Retention, looked
 from ..storage.base import Shelf, Sink, Target
 from ..storage.choice import target_of
 from .checksum import crc32
 from .index import merge_index, part_name
 from .persist import FAILED, PART, PUBLISHED, WAVE, Answer, Part, Wave
-from .writer import shard_name, sidecar_name, write_small
+from .writer import write_small
 
 _CHUNK = 256 * 1024 * 1024  # bytes between two looks whether the job was abandoned; a multiple of the checksum block
 

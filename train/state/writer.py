@@ -1,15 +1,12 @@
-"""Names of a rank's files in a checkpoint, and writing a small one.
+"""The number in a shard's name, and writing a small file of a checkpoint.
 
 Owns: that. Does not own: the order of files (persist_job.py), or how storage takes them (train/storage).
 """
 
 from __future__ import annotations
 
+from ...launcher.run.manifest import shard_name
 from ..storage.base import Target
-
-
-def shard_name(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
 
 
 def shard_number(name: str) -> int:
@@ -17,10 +14,6 @@ def shard_number(name: str) -> int:
     number = int(name.removeprefix("shard-").removesuffix(".safetensors"))
     assert shard_name(number) == name, name
     return number
-
-
-def sidecar_name(number: int) -> str:
-    return f"shard-{number:05d}.crc32"
 
 
 def write_small(target: Target, name: str, data: bytes) -> None:

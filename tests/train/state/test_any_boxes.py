@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from stoker.launcher.run import manifest as m
+from stoker.launcher.run.manifest import shard_name, sidecar_name
 from stoker.train.box import Box
 from stoker.train.state import loader, reader
 from stoker.train.state.entry import Entry, Slice
@@ -19,7 +20,6 @@ from stoker.train.state.index import Index, merged, part
 from stoker.train.state.reader import VerifiedReader
 from stoker.train.state.segment import layout
 from stoker.train.state.source import FileSource
-from stoker.train.state.writer import shard_name, sidecar_name
 
 BLOCK = 64  # bytes, so that small tensors have many
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool)

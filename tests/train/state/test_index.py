@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stoker.launcher.run.manifest import shard_name
 from stoker.train.box import Box
 from stoker.train.state.entry import Entry, plan
 from stoker.train.state.index import Index, merged, part
 from stoker.train.state.loader import match
 from stoker.train.state.segment import layout
-from stoker.train.state.writer import shard_name
 
 LAYERS = 20
 
