@@ -1,0 +1,428 @@
+// Runs a grid on the CPU: blocks one after another, the threads of a block as fibers that change places at barriers and
+// warp exchanges only. Owns the order of threads, deadlocks, shared memory. Not here: the names CUDA gives these things
+// (emulation.h).
+#pragma once
+
+#include <link.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "emulation_fiber.h"
+
+#pragma GCC visibility push(hidden)
+namespace stoker::emulation {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kMaxDynamicShared = 227 * 1024;  // per block, Hopper
+
+// Where a thread waits: the name of the call and its line.
+struct Site {
+    const char* call = nullptr;
+    const char* file = nullptr;
+    int line = 0;
+
+    bool operator==(const Site& other) const {
+        return line == other.line && std::strcmp(call, other.call) == 0 && std::strcmp(file, other.file) == 0;
+    }
+    std::string text() const {
+        const char* slash = std::strrchr(file, '/');
+        return std::string(call) + " (" + (slash != nullptr ? slash + 1 : file) + ":" + std::to_string(line) + ")";
+    }
+};
+
+enum class State : uint8_t { ready, at_barrier, at_exchange, returned };
+
+struct Thread {
+    Fiber fiber;
+    uint3 index{};
+    unsigned linear = 0;
+    State state = State::ready;
+    Site site;  // of the last wait
+};
+
+// An exchange is complete when all lanes have arrived; a lane reads the values before it arrives at the next one, so two
+// sets of values are enough.
+struct Warp {
+    unsigned arrived = 0;
+    unsigned round = 0;
+    uint64_t values[2][kWarp];
+};
+
+enum class Order : uint8_t { ascending, descending, random };
+
+struct Machine {
+    std::mutex one_launch;
+    std::vector<std::unique_ptr<Thread>> threads;
+    std::vector<Warp> warps;
+    std::vector<unsigned> order;
+    Fiber scheduler;
+    std::function<void()> kernel;
+    std::string name;
+    unsigned size = 0;  // threads per block
+    unsigned at_barrier = 0;
+    unsigned returned = 0;
+    std::exception_ptr failure;
+};
+
+inline Machine& machine() {
+    static Machine* one = new Machine;  // never destroyed: its stacks live as long as the process
+    return *one;
+}
+
+// What the running thread sees. One launch at a time, so these are plain variables.
+inline Thread* running = nullptr;
+inline dim3 grid_size;
+inline dim3 block_size;
+inline uint3 block_index;
+inline void* dynamic_shared = nullptr;
+
+// ---- waiting
+
+// "0-31, 64": linear indices, which must be ascending.
+inline std::string ranges(const std::vector<unsigned>& indices) {
+    std::string text;
+    for (size_t first = 0; first < indices.size();) {
+        size_t last = first;
+        while (last + 1 < indices.size() && indices[last + 1] == indices[last] + 1) {
+            ++last;
+        }
+        text += (text.empty() ? "" : ", ") + std::to_string(indices[first]);
+        text += last > first ? "-" + std::to_string(indices[last]) : "";
+        first = last + 1;
+    }
+    return text;
+}
+
+inline std::string place(Machine& m) {
+    return "emulation: kernel " + m.name + ", block (" + std::to_string(block_index.x) + ", " +
+           std::to_string(block_index.y) + ", " + std::to_string(block_index.z) + "): ";
+}
+
+// Groups threads by what they do: one clause per place where some wait.
+inline std::string whereabouts(Machine& m) {
+    std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
+    for (unsigned i = 0; i < m.size; ++i) {
+        const Thread& thread = *m.threads[i];
+        std::string what = thread.state == State::returned ? "have returned"
+                           : thread.state == State::ready  ? "run"
+                                                           : "wait at " + thread.site.text();
+        auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& group) { return group.first == what; });
+        if (same == groups.end()) {
+            groups.push_back({what, {}});
+            same = groups.end() - 1;
+        }
+        same->second.push_back(i);
+    }
+    std::string text;
+    for (const auto& [what, threads] : groups) {
+        text += (text.empty() ? "threads " : "; threads ") + ranges(threads) + " " + what;
+    }
+    return text;
+}
+
+[[noreturn]] inline void fail(const std::string& why) {
+    throw std::runtime_error(place(machine()) + why);
+}
+
+inline void wait(State state, Site site) {
+    Thread& me = *running;
+    me.state = state;
+    me.site = site;
+}
+
+inline void yield() {
+    switch_fiber(running->fiber, machine().scheduler);
+}
+
+// __syncthreads: every thread of the block, all at the same line. CUDA lets threads that have returned be absent; not so
+// here, for early returns before a barrier are mistakes more often than not.
+inline void barrier(Site site) {
+    Machine& m = machine();
+    wait(State::at_barrier, site);
+    if (++m.at_barrier == m.size) {
+        for (unsigned i = 0; i < m.size; ++i) {
+            Thread& thread = *m.threads[i];
+            if (!(thread.site == site)) {
+                fail("threads meet at different barriers: " + whereabouts(m));
+            }
+        }
+        for (unsigned i = 0; i < m.size; ++i) {
+            m.threads[i]->state = State::ready;
+        }
+        m.at_barrier = 0;
+    }
+    yield();
+}
+
+// Every lane of the warp gives a value and sees those of all.
+inline const uint64_t* exchange(unsigned mask, uint64_t value, Site site) {
+    Machine& m = machine();
+    Thread& me = *running;
+    if (mask != 0xffffffffu) {
+        fail("a mask other than 0xffffffff at " + site.text());
+    }
+    const unsigned warp_index = me.linear / kWarp;
+    Warp& warp = m.warps[warp_index];
+    uint64_t* values = warp.values[warp.round & 1];
+    values[me.linear % kWarp] = value;
+    wait(State::at_exchange, site);
+    if (++warp.arrived == kWarp) {
+        for (unsigned i = 0; i < kWarp; ++i) {
+            if (!(m.threads[warp_index * kWarp + i]->site == site)) {
+                fail("lanes of a warp meet at different exchanges: " + whereabouts(m));
+            }
+        }
+        for (unsigned i = 0; i < kWarp; ++i) {
+            m.threads[warp_index * kWarp + i]->state = State::ready;
+        }
+        warp.arrived = 0;
+        ++warp.round;
+    }
+    yield();
+    return values;
+}
+
+// ---- shared memory
+
+// Bytes that an uninitialised read finds: NaN in every floating-point type, or a large number, depending on the order of
+// threads, so that a result which does not change with the order does not come from them.
+inline int poison(Order order) {
+    return order == Order::ascending ? 0xff : 0x7b;
+}
+
+#if defined(__SANITIZE_ADDRESS__)
+inline void poison_static_shared(int) {}  // plain static variables here, with the sanitizer's red zones around them
+#else
+// Static shared arrays are thread_local variables of this library and there are no others in it: its block of
+// thread-local storage is the shared memory.
+struct StaticShared {
+    char* first = nullptr;
+    size_t bytes = 0;
+};
+
+inline StaticShared static_shared() {
+    static thread_local char anchor;
+    *const_cast<volatile char*>(&anchor) = 0;  // storage of a loaded library is allocated at the first use
+    struct Search {
+        uintptr_t inside;
+        StaticShared found;
+    } search{reinterpret_cast<uintptr_t>(&anchor), {}};
+    dl_iterate_phdr(
+        [](dl_phdr_info* object, size_t, void* argument) {
+            Search& search = *static_cast<Search*>(argument);
+            const uintptr_t data = reinterpret_cast<uintptr_t>(object->dlpi_tls_data);
+            for (int i = 0; i < object->dlpi_phnum && data != 0; ++i) {
+                const auto& segment = object->dlpi_phdr[i];
+                if (segment.p_type == PT_TLS && search.inside - data < segment.p_memsz) {
+                    search.found = {reinterpret_cast<char*>(data), segment.p_memsz};
+                    return 1;
+                }
+            }
+            return 0;
+        },
+        &search);
+    return search.found;
+}
+
+inline void poison_static_shared(int byte) {
+    const StaticShared memory = static_shared();
+    std::memset(memory.first, byte, memory.bytes);
+}
+#endif
+
+// Memory of exactly the size that was asked for, anew for each block, between two fields that nothing may write.
+class DynamicShared {
+  public:
+    DynamicShared(size_t bytes, int byte) : bytes_(bytes) {
+        if (bytes == 0) {
+            return;
+        }
+        if (posix_memalign(&memory_, 128, bytes + 2 * kField) != 0) {
+            throw std::bad_alloc();
+        }
+        std::memset(memory_, kMark, bytes + 2 * kField);
+        std::memset(data(), byte, bytes);
+    }
+    ~DynamicShared() { std::free(memory_); }
+    DynamicShared(const DynamicShared&) = delete;
+    DynamicShared& operator=(const DynamicShared&) = delete;
+
+    char* data() const { return memory_ == nullptr ? nullptr : static_cast<char*>(memory_) + kField; }
+    bool intact() const {
+        const auto marked = [](const char* field) {
+            return std::all_of(field, field + kField, [](char byte) { return byte == static_cast<char>(kMark); });
+        };
+        return memory_ == nullptr || (marked(static_cast<char*>(memory_)) && marked(data() + bytes_));
+    }
+
+  private:
+#if defined(__SANITIZE_ADDRESS__)
+    static constexpr size_t kField = 0;  // the sanitizer's red zones do it
+#else
+    static constexpr size_t kField = 128;
+#endif
+    static constexpr int kMark = 0x5e;
+    void* memory_ = nullptr;
+    size_t bytes_;
+};
+
+// ---- the order of threads and blocks
+
+// STOKER_EMULATION_ORDER=ascending|descending|random:<seed>; random:0 when unset. Read at each launch.
+struct Schedule {
+    Order order = Order::random;
+    uint64_t seed = 0;
+
+    static Schedule from_environment() {
+        const char* text = std::getenv("STOKER_EMULATION_ORDER");
+        const std::string value = text == nullptr || *text == 0 ? "random:0" : text;
+        if (value == "ascending") {
+            return {Order::ascending, 0};
+        }
+        if (value == "descending") {
+            return {Order::descending, 0};
+        }
+        char* end = nullptr;
+        if (value.rfind("random:", 0) == 0 && value.size() > 7) {
+            const uint64_t seed = std::strtoull(value.c_str() + 7, &end, 10);
+            if (*end == 0) {
+                return {Order::random, seed};
+            }
+        }
+        throw std::runtime_error("STOKER_EMULATION_ORDER is '" + value +
+                                 "'; expected ascending, descending or random:<seed>");
+    }
+
+    uint64_t next() {  // splitmix64
+        uint64_t z = (seed += 0x9e3779b97f4a7c15u);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        return z ^ (z >> 31);
+    }
+
+    void threads(std::vector<unsigned>& indices, unsigned size) {
+        indices.resize(size);
+        std::iota(indices.begin(), indices.end(), 0u);
+        if (order == Order::descending) {
+            std::reverse(indices.begin(), indices.end());
+        }
+        for (unsigned i = size - 1; order == Order::random && i > 0; --i) {
+            std::swap(indices[i], indices[next() % (i + 1)]);
+        }
+    }
+};
+
+// ---- launch
+
+inline void thread_entry() {
+    Machine& m = machine();
+    entered(m.scheduler);
+    try {
+        m.kernel();
+    } catch (...) {
+        m.failure = std::current_exception();
+    }
+    running->state = State::returned;
+    ++m.returned;
+    switch_fiber(running->fiber, m.scheduler, true);
+}
+
+inline void prepare_block(Machine& m) {
+    m.at_barrier = m.returned = 0;
+    for (Warp& warp : m.warps) {
+        warp.arrived = warp.round = 0;
+    }
+    for (unsigned i = 0; i < m.size; ++i) {
+        Thread& thread = *m.threads[i];
+        thread.linear = i;
+        thread.index = uint3{i % block_size.x, i / block_size.x % block_size.y, i / (block_size.x * block_size.y)};
+        thread.state = State::ready;
+        prepare(thread.fiber, thread_entry, i);
+    }
+}
+
+inline void run_block(Machine& m) {
+    prepare_block(m);
+    while (m.returned < m.size) {
+        bool progress = false;
+        for (unsigned index : m.order) {
+            Thread& thread = *m.threads[index];
+            if (thread.state != State::ready) {
+                continue;
+            }
+            progress = true;
+            running = &thread;
+            switch_fiber(m.scheduler, thread.fiber);
+            if (m.failure) {
+                std::rethrow_exception(std::exchange(m.failure, nullptr));
+            }
+        }
+        if (!progress) {
+            fail("deadlock: " + whereabouts(m));
+        }
+    }
+}
+
+inline void check_sizes(dim3 grid, dim3 block, size_t shared_bytes) {
+    const uint64_t size = uint64_t{block.x} * block.y * block.z;
+    if (size == 0 || size > 1024 || size % kWarp != 0) {
+        fail("a block of " + std::to_string(size) + " threads; expected a multiple of 32 up to 1024");
+    }
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
+        fail("a grid of (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) + ", " + std::to_string(grid.z) +
+             ") blocks; each size is at least 1 and at most (2147483647, 65535, 65535)");
+    }
+    if (shared_bytes > kMaxDynamicShared) {
+        fail(std::to_string(shared_bytes) + " bytes of shared memory; a block has " +
+             std::to_string(kMaxDynamicShared));
+    }
+}
+
+inline void run_grid(const char* name, dim3 grid, dim3 block, size_t shared_bytes, std::function<void()> kernel) {
+    Machine& m = machine();
+    std::lock_guard<std::mutex> lock(m.one_launch);
+    m.name = *name == '(' ? std::string(name + 1, std::strlen(name) - 2) : name;  // (kernel<T, N>)
+    grid_size = grid;
+    block_size = block;
+    block_index = uint3{0, 0, 0};
+    check_sizes(grid, block, shared_bytes);
+    m.size = block.x * block.y * block.z;
+    m.warps.resize(m.size / kWarp);
+    while (m.threads.size() < m.size) {
+        m.threads.push_back(std::make_unique<Thread>());
+        allocate(m.threads.back()->fiber);
+    }
+    m.kernel = std::move(kernel);
+    Schedule schedule = Schedule::from_environment();
+    const int byte = poison(schedule.order);
+    const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
+    for (uint64_t step = 0; step < blocks; ++step) {
+        const uint64_t i = schedule.order == Order::ascending ? step : blocks - 1 - step;
+        block_index = uint3{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                            static_cast<unsigned>(i / grid.x / grid.y)};
+        schedule.threads(m.order, m.size);
+        poison_static_shared(byte);
+        DynamicShared memory(shared_bytes, byte);
+        dynamic_shared = memory.data();
+        run_block(m);
+        if (!memory.intact()) {
+            fail("wrote outside of its " + std::to_string(shared_bytes) + " bytes of dynamic shared memory");
+        }
+    }
+    m.kernel = nullptr;
+}
+
+}  // namespace stoker::emulation
+#pragma GCC visibility pop
