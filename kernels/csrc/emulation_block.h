@@ -34,7 +34,7 @@ struct Site {
     int line = 0;
 
     bool operator==(const Site& other) const {
-        return line == other.line && std::strcmp(call, other.call) == 0 && std::strcmp(file, other.file) == 0;
+        return line == other.line && call == other.call && (file == other.file || std::strcmp(file, other.file) == 0);
     }
     std::string text() const {
         const char* slash = std::strrchr(file, '/');
@@ -55,6 +55,7 @@ struct Thread {
 // An exchange is complete when all lanes have arrived; a lane reads the values before it arrives at the next one, so two
 // sets of values are enough.
 struct Warp {
+    uint32_t ready = 0;  // bit i: the i-th lane in the order of lanes can run
     unsigned arrived = 0;
     unsigned round = 0;
     uint64_t values[2][kWarp];
@@ -66,8 +67,10 @@ struct Machine {
     std::mutex one_launch;
     std::vector<std::unique_ptr<Thread>> threads;
     std::vector<Warp> warps;
-    std::vector<unsigned> order;
-    Fiber scheduler;
+    std::vector<unsigned> warp_order;
+    std::vector<unsigned> lane_order;
+    unsigned turn = 0;  // position in warp_order of the warp that runs
+    Fiber scheduler;    // the stack of the caller of the kernel
     std::function<void()> kernel;
     std::string name;
     unsigned size = 0;  // threads per block
@@ -142,8 +145,34 @@ inline void wait(State state, Site site) {
     me.site = site;
 }
 
+// The stack to go on with: a warp runs until all its lanes wait, then the next one does. The scheduler's when none can.
+inline Fiber& next(Machine& m) {
+    while (m.turn < m.warps.size() && m.warps[m.warp_order[m.turn]].ready == 0) {
+        ++m.turn;
+    }
+    if (m.turn == m.warps.size() || m.failure) {
+        return m.scheduler;
+    }
+    const unsigned warp = m.warp_order[m.turn];
+    const unsigned lane = m.lane_order[static_cast<unsigned>(__builtin_ctz(m.warps[warp].ready))];
+    m.warps[warp].ready &= m.warps[warp].ready - 1;
+    running = m.threads[warp * kWarp + lane].get();
+    return running->fiber;
+}
+
 inline void yield() {
-    switch_fiber(running->fiber, machine().scheduler);
+    Fiber& mine = running->fiber;
+    Fiber& other = next(machine());
+    if (&mine != &other) {
+        switch_fiber(mine, other);
+    }
+}
+
+inline void release(Machine& m, unsigned warp) {
+    m.warps[warp].ready = 0xffffffffu;
+    for (unsigned i = 0; i < kWarp; ++i) {
+        m.threads[warp * kWarp + i]->state = State::ready;
+    }
 }
 
 // __syncthreads: every thread of the block, all at the same line. CUDA lets threads that have returned be absent; not so
@@ -153,15 +182,14 @@ inline void barrier(Site site) {
     wait(State::at_barrier, site);
     if (++m.at_barrier == m.size) {
         for (unsigned i = 0; i < m.size; ++i) {
-            Thread& thread = *m.threads[i];
-            if (!(thread.site == site)) {
+            if (!(m.threads[i]->site == site)) {
                 fail("threads meet at different barriers: " + whereabouts(m));
             }
         }
-        for (unsigned i = 0; i < m.size; ++i) {
-            m.threads[i]->state = State::ready;
+        for (unsigned warp = 0; warp < m.warps.size(); ++warp) {
+            release(m, warp);
         }
-        m.at_barrier = 0;
+        m.at_barrier = m.turn = 0;
     }
     yield();
 }
@@ -184,9 +212,7 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value, Site site) {
                 fail("lanes of a warp meet at different exchanges: " + whereabouts(m));
             }
         }
-        for (unsigned i = 0; i < kWarp; ++i) {
-            m.threads[warp_index * kWarp + i]->state = State::ready;
-        }
+        release(m, warp_index);
         warp.arrived = 0;
         ++warp.round;
     }
@@ -312,7 +338,8 @@ struct Schedule {
         return z ^ (z >> 31);
     }
 
-    void threads(std::vector<unsigned>& indices, unsigned size) {
+    // 0 .. size - 1 in this order.
+    void permute(std::vector<unsigned>& indices, unsigned size) {
         indices.resize(size);
         std::iota(indices.begin(), indices.end(), 0u);
         if (order == Order::descending) {
@@ -334,15 +361,17 @@ inline void thread_entry() {
     } catch (...) {
         m.failure = std::current_exception();
     }
+    Fiber& mine = running->fiber;
     running->state = State::returned;
     ++m.returned;
-    switch_fiber(running->fiber, m.scheduler, true);
+    switch_fiber(mine, next(m), true);
 }
 
 inline void prepare_block(Machine& m) {
-    m.at_barrier = m.returned = 0;
+    m.at_barrier = m.returned = m.turn = 0;
     for (Warp& warp : m.warps) {
         warp.arrived = warp.round = 0;
+        warp.ready = 0xffffffffu;
     }
     for (unsigned i = 0; i < m.size; ++i) {
         Thread& thread = *m.threads[i];
@@ -355,23 +384,12 @@ inline void prepare_block(Machine& m) {
 
 inline void run_block(Machine& m) {
     prepare_block(m);
-    while (m.returned < m.size) {
-        bool progress = false;
-        for (unsigned index : m.order) {
-            Thread& thread = *m.threads[index];
-            if (thread.state != State::ready) {
-                continue;
-            }
-            progress = true;
-            running = &thread;
-            switch_fiber(m.scheduler, thread.fiber);
-            if (m.failure) {
-                std::rethrow_exception(std::exchange(m.failure, nullptr));
-            }
-        }
-        if (!progress) {
-            fail("deadlock: " + whereabouts(m));
-        }
+    switch_fiber(m.scheduler, next(m));  // comes back when no thread can run
+    if (m.failure) {
+        std::rethrow_exception(std::exchange(m.failure, nullptr));
+    }
+    if (m.returned < m.size) {
+        fail("deadlock: " + whereabouts(m));
     }
 }
 
@@ -405,6 +423,7 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t shared_byte
         allocate(m.threads.back()->fiber);
     }
     m.kernel = std::move(kernel);
+    m.scheduler = Fiber{};
     Schedule schedule = Schedule::from_environment();
     const int byte = poison(schedule.order);
     const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
@@ -412,7 +431,8 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t shared_byte
         const uint64_t i = schedule.order == Order::ascending ? step : blocks - 1 - step;
         block_index = uint3{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
                             static_cast<unsigned>(i / grid.x / grid.y)};
-        schedule.threads(m.order, m.size);
+        schedule.permute(m.warp_order, m.size / kWarp);
+        schedule.permute(m.lane_order, kWarp);
         poison_static_shared(byte);
         DynamicShared memory(shared_bytes, byte);
         dynamic_shared = memory.data();
