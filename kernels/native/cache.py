@@ -1,0 +1,168 @@
+"""Where built kernels lie, which of them fits these sources and a device, and how a new one gets there: whole or not
+at all.
+
+Standard library only and nothing of ours: `python cache.py` tells the launcher, which imports no kernels, what to
+freeze with a run. Compiling is build.py's, loading library.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent
+CSRC = PACKAGE / "csrc"
+FROZEN = PACKAGE / "built"  # of a run's code: what was in the cache when it was frozen
+LIBRARY, MANIFEST, LOG = "libstoker.so", "build.json", "build.log"
+CACHE = "STOKER_KERNELS_CACHE"  # a directory instead of the user's; in a job one of the node's own
+_SUFFIXES = (".cu", ".cuh", ".h")
+_STALE = 24 * 3600  # seconds after which a half-made directory is nobody's any more
+
+
+@dataclass(frozen=True)
+class Built:
+    """One object, as its manifest has it. `name`: the hash of all that it was made of; its directory is called so."""
+
+    name: str
+    sources: str  # digest of csrc/, see `digest_of`
+    files: tuple[str, ...]  # the translation units in it
+    architectures: tuple[int, ...]  # compute capabilities times ten; empty for the CPU
+    ptx: int | None  # whose PTX is in it, for devices that are newer
+    emulated: bool
+    compiler: str
+    abi: str  # torch's stable ABI that it needs, as 2.11
+    bytes: int
+    built: float  # seconds since 1970
+    place: str = ""  # the directory it was found in
+
+    @property
+    def library(self) -> Path:
+        return Path(self.place) / self.name / LIBRARY
+
+    def runs_on(self, capability: int) -> bool:
+        """capability: as 90 for 9.0. Machine code serves later minor versions of its major one, PTX all later ones."""
+        has_code = any(a // 10 == capability // 10 and a <= capability for a in self.architectures)
+        return has_code or (self.ptx is not None and self.ptx <= capability)
+
+
+def digest_of(folder: Path = CSRC) -> str:
+    """SHA-256 over names and contents of the sources and headers in a folder, hexadecimal."""
+    h = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in _SUFFIXES):
+        data = path.read_bytes()
+        h.update(f"{path.name} {len(data)}\n".encode() + data)
+    return h.hexdigest()
+
+
+def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
+    """$XDG_CACHE_HOME/stoker/kernels."""
+    base = environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "stoker" / "kernels"
+
+
+def cache_to_write(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a build goes."""
+    return Path(environ[CACHE]) if environ.get(CACHE) else user_cache(environ)
+
+
+def places(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where objects are looked for, first come first served: frozen with a run, then this node's, then the user's."""
+    return list(dict.fromkeys([FROZEN, cache_to_write(environ), user_cache(environ)]))
+
+
+def built_in(place: Path) -> list[Built]:
+    """The whole objects in a directory, newest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in place.iterdir():
+            built = read(entry)
+            if built is not None:
+                found.append(built)
+    return sorted(found, key=lambda b: (-b.built, b.name))
+
+
+def read(entry: Path) -> Built | None:
+    """What lies in one directory; None if there is no whole object."""
+    try:
+        plain = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
+        plain |= {"place": str(entry.parent), "name": entry.name}
+        plain |= {key: tuple(plain[key]) for key in ("files", "architectures")}
+        built = Built(**plain)
+        return built if (entry / LIBRARY).stat().st_size == built.bytes else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def find(capability: int | None = None, sources: Path = CSRC, where: Iterable[Path] | None = None) -> list[Built]:
+    """Objects of exactly these sources with every translation unit in it, for GPUs; best first.
+
+    capability: of the device that it must run on, as 90; None: any.
+    """
+    wanted, units = digest_of(sources), unit_names(sources)
+    fits = []
+    for place in places() if where is None else where:
+        for b in built_in(place):
+            is_ours = not b.emulated and b.sources == wanted and b.files == units
+            if is_ours and (capability is None or b.runs_on(capability)):
+                fits.append(b)
+    return fits
+
+
+def unit_names(folder: Path = CSRC) -> tuple[str, ...]:
+    """Names of the translation units, sorted."""
+    return tuple(sorted(p.name for p in folder.glob("*.cu")))
+
+
+@contextlib.contextmanager
+def workshop(cache: Path) -> Iterator[Path]:
+    """A directory of one's own inside the cache, gone afterwards; `publish` moves it to its place."""
+    cache.mkdir(parents=True, exist_ok=True)
+    _sweep(cache)
+    tmp = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache))
+    try:
+        yield tmp
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def publish(work: Path, built: Built) -> Path:
+    """Give a workshop with LIBRARY in it its name in the cache; what is whole there already stays. Returns its path."""
+    plain = {key: value for key, value in asdict(built).items() if key not in ("place", "name")}
+    (work / MANIFEST).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+    target = work.parent / built.name
+    for _ in range(3):
+        if read(target) is not None:  # somebody was quicker
+            break
+        try:
+            os.rename(work, target)
+            break
+        except OSError:
+            # Renaming onto a directory that is not empty: whole by now, or damaged and in the way.
+            if read(target) is None:
+                with contextlib.suppress(OSError):
+                    os.rename(target, Path(tempfile.mkdtemp(prefix=".tmp-", dir=work.parent)))
+    if read(target) is None:
+        raise OSError(f"{target}: cannot be written; remove it")
+    return target / LIBRARY
+
+
+def _sweep(cache: Path) -> None:
+    """What killed builds left."""
+    for entry in cache.glob(".tmp-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - entry.lstat().st_mtime > _STALE:
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(b) for b in find()]))
+    sys.exit(0)
