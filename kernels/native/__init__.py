@@ -1,0 +1,1 @@
+"""The native kernels' Python side: building and loading csrc/, and one wrapper per op family with the op's signature."""

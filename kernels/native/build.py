@@ -160,7 +160,8 @@ def _first_library(link: list[str]) -> int:
 
 def _run_all(jobs: Mapping[str, list[str]], logs: Mapping[str, Path]) -> list[str]:
     """The names of those that failed, after all have ended. However this is left, none runs on."""
-    waiting, running, failed = list(jobs), dict[str, subprocess.Popen[bytes]](), []
+    waiting, failed = list(jobs), list[str]()
+    running: dict[str, subprocess.Popen[bytes]] = {}
     cores = len(os.sched_getaffinity(0))
     try:
         while waiting or running:
