@@ -1,25 +1,26 @@
 // Runs a grid on the CPU: blocks one after another, the threads of a block as fibers that change places at barriers and
-// warp exchanges only. Owns the order of threads, deadlocks, shared memory. Not here: the names CUDA gives these things
+// warp exchanges only. Owns barriers, exchanges, deadlocks and the launch. Not here: the names CUDA gives these things
 // (emulation.h).
 #pragma once
 
-#include <link.h>
-
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "emulation_fault.h"
 #include "emulation_fiber.h"
+#include "emulation_order.h"
+#include "emulation_shared.h"
 
 #pragma GCC visibility push(hidden)
 namespace stoker::emulation {
@@ -60,8 +61,6 @@ struct Warp {
     unsigned round = 0;
     uint64_t values[2][kWarp];
 };
-
-enum class Order : uint8_t { ascending, descending, random };
 
 struct Machine {
     std::mutex one_launch;
@@ -220,137 +219,6 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value, Site site) {
     return values;
 }
 
-// ---- shared memory
-
-// Bytes that an uninitialised read finds: NaN in every floating-point type, or a large number, depending on the order of
-// threads, so that a result which does not change with the order does not come from them.
-inline int poison(Order order) {
-    return order == Order::ascending ? 0xff : 0x7b;
-}
-
-#if defined(__SANITIZE_ADDRESS__)
-inline void poison_static_shared(int) {}  // plain static variables here, with the sanitizer's red zones around them
-#else
-// Static shared arrays are thread_local variables of this library and there are no others in it: its block of
-// thread-local storage is the shared memory.
-struct StaticShared {
-    char* first = nullptr;
-    size_t bytes = 0;
-};
-
-inline StaticShared static_shared() {
-    static thread_local char anchor;
-    *const_cast<volatile char*>(&anchor) = 0;  // storage of a loaded library is allocated at the first use
-    struct Search {
-        uintptr_t inside;
-        StaticShared found;
-    } search{reinterpret_cast<uintptr_t>(&anchor), {}};
-    dl_iterate_phdr(
-        [](dl_phdr_info* object, size_t, void* argument) {
-            Search& search = *static_cast<Search*>(argument);
-            const uintptr_t data = reinterpret_cast<uintptr_t>(object->dlpi_tls_data);
-            for (int i = 0; i < object->dlpi_phnum && data != 0; ++i) {
-                const auto& segment = object->dlpi_phdr[i];
-                if (segment.p_type == PT_TLS && search.inside - data < segment.p_memsz) {
-                    search.found = {reinterpret_cast<char*>(data), segment.p_memsz};
-                    return 1;
-                }
-            }
-            return 0;
-        },
-        &search);
-    return search.found;
-}
-
-inline void poison_static_shared(int byte) {
-    const StaticShared memory = static_shared();
-    std::memset(memory.first, byte, memory.bytes);
-}
-#endif
-
-// Memory of exactly the size that was asked for, anew for each block, between two fields that nothing may write.
-class DynamicShared {
-  public:
-    DynamicShared(size_t bytes, int byte) : bytes_(bytes) {
-        if (bytes == 0) {
-            return;
-        }
-        if (posix_memalign(&memory_, 128, bytes + 2 * kField) != 0) {
-            throw std::bad_alloc();
-        }
-        std::memset(memory_, kMark, bytes + 2 * kField);
-        std::memset(data(), byte, bytes);
-    }
-    ~DynamicShared() { std::free(memory_); }
-    DynamicShared(const DynamicShared&) = delete;
-    DynamicShared& operator=(const DynamicShared&) = delete;
-
-    char* data() const { return memory_ == nullptr ? nullptr : static_cast<char*>(memory_) + kField; }
-    bool intact() const {
-        const auto marked = [](const char* field) {
-            return std::all_of(field, field + kField, [](char byte) { return byte == static_cast<char>(kMark); });
-        };
-        return memory_ == nullptr || (marked(static_cast<char*>(memory_)) && marked(data() + bytes_));
-    }
-
-  private:
-#if defined(__SANITIZE_ADDRESS__)
-    static constexpr size_t kField = 0;  // the sanitizer's red zones do it
-#else
-    static constexpr size_t kField = 128;
-#endif
-    static constexpr int kMark = 0x5e;
-    void* memory_ = nullptr;
-    size_t bytes_;
-};
-
-// ---- the order of threads and blocks
-
-// STOKER_EMULATION_ORDER=ascending|descending|random:<seed>; random:0 when unset. Read at each launch.
-struct Schedule {
-    Order order = Order::random;
-    uint64_t seed = 0;
-
-    static Schedule from_environment() {
-        const char* text = std::getenv("STOKER_EMULATION_ORDER");
-        const std::string value = text == nullptr || *text == 0 ? "random:0" : text;
-        if (value == "ascending") {
-            return {Order::ascending, 0};
-        }
-        if (value == "descending") {
-            return {Order::descending, 0};
-        }
-        char* end = nullptr;
-        if (value.rfind("random:", 0) == 0 && value.size() > 7) {
-            const uint64_t seed = std::strtoull(value.c_str() + 7, &end, 10);
-            if (*end == 0) {
-                return {Order::random, seed};
-            }
-        }
-        throw std::runtime_error("STOKER_EMULATION_ORDER is '" + value +
-                                 "'; expected ascending, descending or random:<seed>");
-    }
-
-    uint64_t next() {  // splitmix64
-        uint64_t z = (seed += 0x9e3779b97f4a7c15u);
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-        return z ^ (z >> 31);
-    }
-
-    // 0 .. size - 1 in this order.
-    void permute(std::vector<unsigned>& indices, unsigned size) {
-        indices.resize(size);
-        std::iota(indices.begin(), indices.end(), 0u);
-        if (order == Order::descending) {
-            std::reverse(indices.begin(), indices.end());
-        }
-        for (unsigned i = size - 1; order == Order::random && i > 0; --i) {
-            std::swap(indices[i], indices[next() % (i + 1)]);
-        }
-    }
-};
-
 // ---- launch
 
 inline void thread_entry() {
@@ -365,6 +233,21 @@ inline void thread_entry() {
     running->state = State::returned;
     ++m.returned;
     switch_fiber(mine, next(m), true);
+}
+
+// Gives the thread up where it stands; its stack is prepared anew before it is used again.
+inline void on_fault(void* address) {
+    Machine& m = machine();
+    Fiber& mine = running->fiber;
+    const char* at = static_cast<const char*>(address);
+    const bool overflow = at < mine.stack && at >= mine.stack - 4096;
+    char text[32];
+    std::snprintf(text, sizeof(text), "%p", address);
+    m.failure = std::make_exception_ptr(
+        std::runtime_error(place(m) + "thread " + std::to_string(running->linear) +
+                           (overflow ? " needs more than " + std::to_string(kStackBytes) + " bytes of stack"
+                                     : " accesses address " + std::string(text) + ", where no memory is")));
+    switch_fiber(mine, m.scheduler);
 }
 
 inline void prepare_block(Machine& m) {
@@ -426,9 +309,10 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t shared_byte
     m.scheduler = Fiber{};
     Schedule schedule = Schedule::from_environment();
     const int byte = poison(schedule.order);
-    const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-    for (uint64_t step = 0; step < blocks; ++step) {
-        const uint64_t i = schedule.order == Order::ascending ? step : blocks - 1 - step;
+    const FaultHandler faults(on_fault);
+    const Blocks blocks(uint64_t{grid.x} * grid.y * grid.z);
+    for (uint64_t step = 0; step < blocks.count(); ++step) {
+        const uint64_t i = blocks[schedule.order == Order::ascending ? step : blocks.count() - 1 - step];
         block_index = uint3{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
                             static_cast<unsigned>(i / grid.x / grid.y)};
         schedule.permute(m.warp_order, m.size / kWarp);
