@@ -240,7 +240,7 @@ inline void on_fault(void* address) {
     Machine& m = machine();
     Fiber& mine = running->fiber;
     const char* at = static_cast<const char*>(address);
-    const bool overflow = at < mine.stack && at >= mine.stack - 4096;
+    const bool overflow = at < mine.stack && at >= mine.stack - kGuardBytes;
     char text[32];
     std::snprintf(text, sizeof(text), "%p", address);
     m.failure = std::make_exception_ptr(

@@ -1,9 +1,8 @@
 // Stacks for CUDA threads on the CPU and the switch between them: about 10 ns, no system call.
-// Owns memory, guard pages and what AddressSanitizer must be told. Not here: when a thread runs (emulation_block.h).
+// Owns memory, guards and what AddressSanitizer must be told. Not here: when a thread runs (emulation_block.h).
 #pragma once
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -94,6 +93,7 @@ constexpr size_t kStackBytes = 256 * 1024;  // redzones and unoptimised frames
 #else
 constexpr size_t kStackBytes = 64 * 1024;
 #endif
+constexpr size_t kGuardBytes = 64 * 1024;  // whole pages on every machine
 
 // A stack that is either running or suspended. The scheduler's own stack is one too: it has no memory of its own.
 struct Fiber {
@@ -108,15 +108,14 @@ struct Fiber {
     void* fake_stack = nullptr;  // AddressSanitizer's, while the fiber is suspended
 };
 
-// A guard page below each stack: too deep a recursion or too large a local array stops at it.
+// Nothing may be touched below a stack: too deep a recursion or too large a local array stops at it.
 inline void allocate(Fiber& fiber) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    void* memory = mmap(nullptr, kStackBytes + page, PROT_READ | PROT_WRITE,
+    void* memory = mmap(nullptr, kStackBytes + kGuardBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE) != 0) {
+    if (memory == MAP_FAILED || mprotect(memory, kGuardBytes, PROT_NONE) != 0) {
         throw std::runtime_error("emulation: no memory for the stack of a CUDA thread");
     }
-    fiber.stack = static_cast<char*>(memory) + page;
+    fiber.stack = static_cast<char*>(memory) + kGuardBytes;
     fiber.bytes = kStackBytes;
 }
 
