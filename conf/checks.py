@@ -22,29 +22,14 @@ from .checks_model import around, model_rules, nearest_of
 from .checks_parallel import layout_of, parallel_rules
 from .checks_profile import profile_rules
 from .checks_task import task_rules
-from .fields import show
+from .fields import members, show, without_none
 from .load import to_plain
 from .problems import Problem, Severity, nearest
-from .schema import Config, ContextMethod, ParamDtype, Schedule
+from .schema import Config, ContextMethod, KernelsConfig, ParamDtype, Schedule
 
-# The ops of stoker.kernels, which this package does not import, and the implementations it may be asked for.
-OPS = (
-    "rmsnorm",
-    "layernorm",
-    "rope",
-    "swiglu",
-    "geglu",
-    "gelu",
-    "cross_entropy",
-    "cross_entropy_stats",
-    "cross_entropy_grad",
-    "linear_cross_entropy",
-    "attention",
-    "adamw",
-    "l2norm",
-    "dropout",
-)
+# What an op of stoker.kernels, which this package does not import, may be asked for; the schema has a field per op.
 IMPLEMENTATIONS = ("auto", "reference", "native", "apex", "sdpa", "varlen", "flash")
+OPS = tuple(name for name, hint in members(KernelsConfig).items() if without_none(hint) == (str, True))
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -205,21 +190,21 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 
 def _kernels(config: Config) -> Iterator[Problem]:
     """Names only. Whether this machine has an implementation is seen where the run starts."""
-    kernels = config.kernels
-    for op, implementation in kernels.ops.items():
-        if op not in OPS:
-            yield Problem(f"kernels.ops.{op}", implementation, f"no such op; {_meant(op, OPS)}")
-    for field, chosen in [("default", kernels.default), *((f"ops.{op}", name) for op, name in kernels.ops.items())]:
-        if chosen not in IMPLEMENTATIONS and not config.plugins:  # a plug-in may bring its own
-            message = f"no such implementation; {_meant(chosen, IMPLEMENTATIONS)}"
-            yield Problem(f"kernels.{field}", chosen, message)
+    for field in ("default", *OPS):
+        chosen = getattr(config.kernels, field)
+        if chosen is not None and chosen not in IMPLEMENTATIONS and not config.plugins:  # which may bring their own
+            yield Problem(f"kernels.{field}", chosen, f"no such implementation; {_meant(chosen, IMPLEMENTATIONS)}")
+    odd = [a for a in config.kernels.architectures if not 80 <= a < 1000]
+    if odd:
+        message = "expected compute capabilities from 8.0 on, times ten, as [80,90,100]"
+        yield Problem("kernels.architectures", show(config.kernels.architectures), message)
     yield from _flash_attention(config)
 
 
 def _flash_attention(config: Config) -> Iterator[Problem]:
     """What is asked for by name is honoured or refused."""
-    field, p = "kernels.ops.attention", config.parallel
-    chosen = config.kernels.ops.get("attention")
+    field, p = "kernels.attention", config.parallel
+    chosen = config.kernels.attention
     if chosen not in ("varlen", "flash"):
         return
     others = "choose auto or sdpa"

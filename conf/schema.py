@@ -292,9 +292,26 @@ class PrecisionConfig:
 class KernelsConfig:
     """Which implementation each fused op uses: auto, reference, native, apex; attention also: sdpa, varlen, flash."""
 
-    default: str = "auto"  # for every op that `ops` does not name
-    ops: dict[str, str] = field(default_factory=dict)  # per op, e.g. {rmsnorm: reference}
-    compile: bool = False  # torch.compile each block
+    default: str = "auto"  # for every op below that has this one and names none itself; ops without it: auto
+    rmsnorm: str | None = None  # RMSNorm with fused residual add
+    layernorm: str | None = None  # LayerNorm
+    rope: str | None = None  # rotary position embedding of queries and keys
+    swiglu: str | None = None  # silu(gate) * up
+    geglu: str | None = None  # gelu(gate) * up
+    gelu: str | None = None  # GELU
+    attention: str | None = None  # causal self-attention
+    cross_entropy: str | None = None  # loss from logits
+    cross_entropy_stats: str | None = None  # of one shard of the vocabulary
+    cross_entropy_grad: str | None = None  # of one shard of the vocabulary
+    linear_cross_entropy: str | None = None  # last projection and loss, without all logits in memory
+    dropout: str | None = None  # dropout with addressed random bits
+    adamw: str | None = None  # update of many tensors
+    l2norm: str | None = None  # norm of many tensors
+    strict: bool = (
+        True  # an implementation that is asked for, or native on a GPU, and is not there: error; false: reference
+    )
+    architectures: list[int] = field(default_factory=list)  # to build for, as 90 for 9.0; empty: the device's at hand
+    compile: bool = False  # torch.compile each block; auto then leaves pointwise ops to the compiler
 
 
 @dataclass

@@ -7,7 +7,8 @@ Imports nothing of ours but itself. Each op's file documents its signature; refe
 """
 
 from .cross_entropy import losses_from_stats
-from .dispatch import select
+from .device import Device
+from .dispatch import select, table
 from .implementations import IMPLEMENTATIONS, Implementation
 from .ops import OP_NAMES, Choice, Ops
 from .rope import rope_cos_sin
@@ -18,6 +19,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "OP_NAMES",
     "Choice",
+    "Device",
     "Implementation",
     "Ops",
     "RoundingAddress",
@@ -28,4 +30,5 @@ __all__ = [
     "softcap_",
     "softcap_slope",
     "stochastic_round_",
+    "table",
 ]

@@ -1,7 +1,7 @@
 """Choosing implementations once, at start: a configuration and a device in, an immutable `Ops` out.
 
-Holds no state and logs nothing: the caller logs `ops.choices`, one line per op, and passes `ops` to the model. An
-explicit choice is honoured or refused, never replaced; only `auto` looks for the next best.
+Holds no state and logs nothing: the caller logs `table(ops.choices)` and passes `ops` to the model. What is asked for
+by name is honoured or refused, and replaced only with strict=False; `auto` looks for the best that is there.
 """
 
 from __future__ import annotations
@@ -9,29 +9,52 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import reference
+from .device import Device
 from .implementations import IMPLEMENTATIONS, Function, Implementation
+from .measured import COMPILED, Measured
 from .ops import OP_NAMES, Choice, Ops
 
-AUTO = "auto"
-AUTO_ORDER = ("native", "apex", "flash", "varlen", "sdpa", "reference")
+AUTO, REFERENCE = "auto", "reference"
+AUTO_ORDER = ("native", "apex", "flash", "varlen", "sdpa", REFERENCE)
+# What a compiler fuses with its neighbours, where a kernel of its own would read and write everything once more.
+POINTWISE = ("rope", "swiglu", "geglu", "gelu", "dropout")
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is the same for every op."""
+
+    device: Device
+    is_strict: bool
+    is_compiled: bool
+    measured: Measured | None
 
 
 def select(
     config: Mapping[str, str] | None = None,
-    device: str = "cpu",
+    device: str | Device = "cpu",
     implementations: Sequence[Implementation] = IMPLEMENTATIONS,
+    *,
+    strict: bool = True,
+    is_compiled: bool = False,
+    measured: Measured | None = None,
 ) -> Ops:
     """The ops for a configuration.
 
-    config: op name or "default" -> implementation name or "auto"; what is absent is "auto". device: torch device type
-    (cpu, cuda). implementations: the table; a plug-in passes (*IMPLEMENTATIONS, its own).
+    config: op name or "default" -> implementation name or "auto"; what is absent is "auto". A default counts for the
+    ops that have such an implementation, the others are "auto". device: or its type alone, when nothing more is known
+    of it. implementations: the table; a plug-in passes (*IMPLEMENTATIONS, its own). strict: False lets the reference
+    take over where a named implementation, or the one that `auto` expects, is not there. is_compiled: under
+    torch.compile, to which `auto` leaves pointwise ops. measured: times on this device, which then decide `auto`.
     Raises ValueError with one line per problem: unknown op or implementation with the nearest known, or what a chosen
     implementation lacks. Raises TypeError for an implementation whose signature is not the op's.
     """
     config = dict(config or {})
+    question = _Question(Device(device) if isinstance(device, str) else device, strict, is_compiled, measured)
     by_op = {op: {i.name: i for i in implementations if i.op == op} for op in OP_NAMES}
     problems = _unknown(config, {name for rows in by_op.values() for name in rows})
     if problems:
@@ -39,9 +62,7 @@ def select(
     chosen: dict[str, Implementation] = {}
     choices: list[Choice] = []
     for op in OP_NAMES:
-        field = op if op in config else "default"
-        wanted = config.get(field, AUTO)
-        row, text = _resolve(op, field, wanted, by_op[op], device)
+        row, text = _resolve(op, config, by_op[op], question)
         if row is None:
             problems.append(text)
         else:
@@ -51,6 +72,13 @@ def select(
         raise ValueError("\n".join(problems))
     functions: dict[str, Any] = {op: _load(row) for op, row in chosen.items()}
     return Ops(**functions, choices=tuple(choices))
+
+
+def table(choices: Sequence[Choice]) -> str:
+    """The choices for the log: op, implementation, why, in aligned columns."""
+    rows = [("kernels", "chosen", "why"), *((c.op, c.implementation, c.why) for c in choices)]
+    widths = [max(len(row[k]) for row in rows) for k in (0, 1)]
+    return "\n".join(f"{op:<{widths[0]}}  {name:<{widths[1]}}  {why}" for op, name, why in rows)
 
 
 def _unknown(config: Mapping[str, str], names: set[str]) -> list[str]:
@@ -66,39 +94,60 @@ def _unknown(config: Mapping[str, str], names: set[str]) -> list[str]:
 
 
 def _resolve(
-    op: str, field: str, wanted: str, rows: Mapping[str, Implementation], device: str
+    op: str, config: Mapping[str, str], rows: Mapping[str, Implementation], question: _Question
 ) -> tuple[Implementation | None, str]:
     """(implementation, why) or (None, problem)."""
+    is_named, wanted = op in config, config.get(op, config.get("default", AUTO))
     if wanted == AUTO:
-        return _automatic(op, rows, device)
+        return _automatic(op, rows, question)
     row = rows.get(wanted)
-    available = [name for name, other in rows.items() if not other.lacks(device)]
+    if row is None and not is_named:
+        found, text = _automatic(op, rows, question)
+        return found, f"{text}; has no {wanted}" if found else text
+    available = [name for name, other in rows.items() if not other.lacks(question.device)]
     instead = f"choose {' or '.join([AUTO, *available])} for kernels.{op}"
     if row is None:
-        return None, f"kernels.{field}={wanted}: {op} has no such implementation; {instead}"
-    reasons = row.lacks(device)
-    if reasons:
-        return None, f"kernels.{field}={wanted}: {op}: {'; '.join(reasons)}; {instead}"
-    return row, "as configured" if field == op else "by kernels.default"
+        return None, f"kernels.{op}={wanted}: {op} has no such implementation; {instead}"
+    reason = row.lacks(question.device)
+    if reason and question.is_strict:
+        field = op if is_named else "default"
+        return None, f"kernels.{field}={wanted}: {op}: {reason}; {instead}, or set kernels.strict=false"
+    if reason:
+        return rows[REFERENCE], f"instead of {wanted}, with kernels.strict=false: {reason}"
+    return row, "as configured" if is_named else "by kernels.default"
 
 
-def _automatic(op: str, rows: Mapping[str, Implementation], device: str) -> tuple[Implementation | None, str]:
-    """The first of AUTO_ORDER, then of the rest, that lacks nothing; the better ones' reasons go into the log line."""
+def _automatic(op: str, rows: Mapping[str, Implementation], question: _Question) -> tuple[Implementation | None, str]:
+    """What was measured fastest, else the first of AUTO_ORDER, then of the rest, that lacks nothing; the better ones'
+    reasons go into the log."""
+    times = question.measured.of(op) if question.measured else {}
+    if question.is_compiled and COMPILED in times:
+        times[REFERENCE] = times[COMPILED]
+    elif question.is_compiled and op in POINTWISE and REFERENCE in rows:
+        return rows[REFERENCE], f"{AUTO}: left to the compiler"
     order = [name for name in AUTO_ORDER if name in rows] + [name for name in rows if name not in AUTO_ORDER]
+    usable: list[Implementation] = []
     passed_over: list[str] = []
-    for name in order:
-        if device in rows[name].no_gain:
-            continue
-        reasons = rows[name].lacks(device)
-        if not reasons:
-            return rows[name], "; ".join([AUTO, *passed_over])
-        if rows[name].runs_on(device):
-            passed_over.append(f"{name}: {', '.join(reasons)}")
-    return None, f"kernels.{op}={AUTO}: nothing runs on {device}: {'; '.join(passed_over) or 'no implementation'}"
+    for row in (rows[name] for name in order if question.device.type not in rows[name].no_gain):
+        reason = row.lacks(question.device)
+        if reason is None:
+            usable.append(row)
+        elif not row.devices or question.device.type in row.devices:
+            if row.is_expected and question.is_strict and row.cannot(question.device) is None:
+                text = "kernels.strict=false has the next best take over"
+                return None, f"kernels.{op}={AUTO}: {row.name}: {reason}; {text}"
+            if not usable:
+                passed_over.append(f"{row.name}: {reason}")
+    timed = sorted((row for row in usable if row.name in times), key=lambda row: times[row.name])
+    if len(timed) > 1:
+        shown = ", ".join(f"{row.name} {times[row.name]:.1f} us" for row in timed)
+        return timed[0], f"{AUTO}, measured here: {shown}"
+    if usable:
+        return usable[0], "; ".join([AUTO, *passed_over])
+    return None, f"kernels.{op}={AUTO}: nothing runs on {question.device.type}: {'; '.join(passed_over) or 'no rows'}"
 
 
 def _load(row: Implementation) -> Function:
-    assert row.load is not None, row
     function = row.load()
     wanted, found = inspect.signature(getattr(reference, row.op)), inspect.signature(function)
     if _shape(wanted) != _shape(found):

@@ -1,53 +1,63 @@
 """The table of implementations: what exists for which op, where it runs and what it needs.
 
-Data only; `dispatch.select` reads it. A new implementation is a row here and a module with the op's signature.
+Data only; `dispatch.select` reads it. A new implementation is a line here and a function with the op's signature.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import reference
+from . import apex, reference
+from .device import Device
 from .ops import OP_NAMES
 
 Function = Callable[..., Any]
 
+# op -> module below native/ that has a function of that name; it is imported after the library has been loaded.
+NATIVE: dict[str, str] = {}
+# op -> (module below apex/, called as the extension that it calls; variable that has apex's build make the extension)
+APEX: dict[str, tuple[str, str]] = {}
+
+
+def _nothing(_: Device) -> None:
+    return None
+
 
 @dataclass(frozen=True)
 class Implementation:
-    """One row. `load` imports and returns the function; None: the name is reserved and not written yet.
+    """One row. `load` imports and returns the function.
 
-    devices: torch device types it runs on, empty for any. module: importable name it needs beside this package, with
-    `source` saying how to get it. note: what of the op it leaves to others, for the log. no_gain: device types where
-    `auto` takes the reference instead.
+    devices: types it runs on (Device.type), empty for any. capability: least compute capability, times ten. lacking:
+    what is not installed, as a clause for people; asked only where it could run. note: what of the op it leaves to
+    others, for the log. no_gain: device types where `auto` takes the reference instead. is_expected: `auto` without it,
+    where it could run, is an error under kernels.strict.
     """
 
     op: str
     name: str
-    load: Callable[[], Function] | None
+    load: Callable[[], Function]
     devices: tuple[str, ...] = ()
-    module: str | None = None
-    source: str = ""
+    capability: int = 0
+    lacking: Callable[[Device], str | None] = _nothing
     note: str = ""
     no_gain: tuple[str, ...] = ()
+    is_expected: bool = False
 
-    def runs_on(self, device: str) -> bool:
-        """Whether the device type (cpu, cuda) is one of its own; says nothing about what is installed."""
-        return not self.devices or device in self.devices
+    def cannot(self, device: Device) -> str | None:
+        """Why it can never run on a device, whatever is installed."""
+        if self.devices and device.type not in self.devices:
+            return f"runs on {' or '.join(self.devices)}, this run is on {device.type}"
+        if device.capability is not None and device.capability < self.capability:
+            return f"needs compute capability {self.capability / 10:.1f}, {device} has {device.capability / 10:.1f}"
+        return None
 
-    def lacks(self, device: str) -> tuple[str, ...]:
-        """What stands in the way of using it on a device type, as clauses for people; empty when nothing does."""
-        reasons = []
-        if self.module is not None and importlib.util.find_spec(self.module) is None:
-            reasons.append(f"needs {self.module} from {self.source}")
-        if not self.runs_on(device):
-            reasons.append(f"runs on {' or '.join(self.devices)}, this run is on {device}")
-        if self.load is None:
-            reasons.append("this version of stoker does not have it yet")
-        return tuple(reasons)
+    def lacks(self, device: Device) -> str | None:
+        """What stands in the way of using it on a device, as a clause for people."""
+        return self.cannot(device) or self.lacking(device)
 
 
 def _reference(op: str) -> Implementation:
@@ -55,8 +65,30 @@ def _reference(op: str) -> Implementation:
     return Implementation(op, "reference", load=lambda: function)
 
 
-def _native(op: str) -> Implementation:
-    return Implementation(op, "native", load=None, devices=("cuda",))
+def _native(op: str, module: str) -> Implementation:
+    def lacking(device: Device) -> str | None:
+        from .native import ready
+
+        return ready.lacks(device.capability)
+
+    def load() -> Function:
+        function: Function = getattr(importlib.import_module(f"{__package__}.native.{module}"), op)
+        return function
+
+    return Implementation(op, "native", load, ("cuda",), 80, lacking, is_expected=True)
+
+
+def _apex(op: str, module: str, switch: str) -> Implementation:
+    def load() -> Function:
+        function: Function = getattr(importlib.import_module(f"{__package__}.apex.{module}"), op)
+        return function
+
+    note = "never run on hardware by stoker's authors"
+    return Implementation(op, "apex", load, ("cuda",), 80, lambda _: apex.lacks(module, switch), note)
+
+
+def _needs(module: str, source: str) -> Callable[[Device], str | None]:
+    return lambda _: None if importlib.util.find_spec(module) is not None else f"needs {module} from {source}"
 
 
 def _attention() -> Iterator[Implementation]:
@@ -78,26 +110,17 @@ def _attention() -> Iterator[Implementation]:
         return VarlenAttention(package_kernel, has_softcap=True)
 
     note = "half precision, documents outside of the compiler; the rest by sdpa"
-    cuda = ("cuda",)
-    yield Implementation("attention", "flash", flash, cuda, "flash_attn", "PyPI's flash-attn, 2.6 or newer", note)
-    yield Implementation("attention", "varlen", varlen, cuda, "torch.nn.attention.varlen", "a newer torch", note)
+    has_flash = _needs("flash_attn", "PyPI's flash-attn, 2.6 or newer")
+    has_varlen = _needs("torch.nn.attention.varlen", "a newer torch")
+    yield Implementation("attention", "flash", flash, ("cuda",), lacking=has_flash, note=note)
+    yield Implementation("attention", "varlen", varlen, ("cuda",), lacking=has_varlen, note=note)
     # On the CPU the reference asks the same kernels, and bfloat16 is slower there than float32.
     yield Implementation("attention", "sdpa", sdpa, no_gain=("cpu",))
 
 
-def _apex(op: str, module: str, switch: str) -> Implementation:
-    source = f"NVIDIA apex, built from source with {switch}=1 (PyPI's apex is another project)"
-    return Implementation(op, "apex", load=None, devices=("cuda",), module=module, source=source)
-
-
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *(_reference(op) for op in OP_NAMES),
-    *(_native(op) for op in OP_NAMES),
+    *(_native(op, module) for op, module in NATIVE.items()),
     *_attention(),
-    _apex("rmsnorm", "fused_layer_norm_cuda", "APEX_CUDA_EXT"),
-    _apex("layernorm", "fused_layer_norm_cuda", "APEX_CUDA_EXT"),
-    _apex("rope", "fused_rotary_positional_embedding", "APEX_CUDA_EXT"),
-    _apex("cross_entropy", "xentropy_cuda", "APEX_XENTROPY"),
-    _apex("adamw", "amp_C", "APEX_CUDA_EXT"),
-    _apex("l2norm", "amp_C", "APEX_CUDA_EXT"),
+    *(_apex(op, module, switch) for op, (module, switch) in APEX.items()),
 )

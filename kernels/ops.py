@@ -1,6 +1,6 @@
 """The set of operations a model gets: one callable per op, chosen by `dispatch.select`, immutable.
 
-Owns the list of ops. Signatures and their documentation are in each op's own file.
+Owns the list of ops; conf/schema.py has a field for each. Signatures and their documentation are in each op's own file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from .swiglu import SwiGlu
 
 @dataclass(frozen=True)
 class Choice:
-    """Which implementation an op got, and why: `str(choice)` is the line to log."""
+    """Which implementation an op got, and why."""
 
     op: str
     implementation: str
     why: str
-
-    def __str__(self) -> str:
-        return f"kernels.{self.op} = {self.implementation} ({self.why})"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..conf.schema import Config
-from ..kernels import Ops, select
+from ..kernels import Ops, table
 from ..launcher.run.heartbeat import Phase
 from .assemble import (
     build_data_parallel,
@@ -42,6 +42,7 @@ from .evaluate import evaluate
 from .flops import flops_per_token, peak_flops
 from .grid import Grid
 from .init import initialize
+from .kernels import choose_ops
 from .linear import WeightGradients
 from .metrics import Clock, RoutingFigures, StepLog, StepMetrics, append
 from .model import DropoutKey
@@ -109,8 +110,7 @@ class Trainer:
         """
         try:
             set_determinism(config.precision.deterministic)
-            ops = select({"default": config.kernels.default, **config.kernels.ops}, grid.device.type)
-            trainer = cls(config, grid, context, ops)
+            trainer = cls(config, grid, context, choose_ops(config.kernels, grid))
             trainer._restore_and_open()
             trainer.profile = StepProfile.of(config.profile, grid, context, trainer.progress.step)
             trainer._announce()
@@ -175,8 +175,7 @@ class Trainer:
             )
             if self.grid.pipeline.size > 1:
                 print(describe(self.config))
-            for choice in self.ops.choices:
-                print(choice)
+            print(table(self.ops.choices))
 
     # One step.
 

@@ -1,1 +1,1 @@
-"""The native kernels' Python side: building and loading csrc/, and one wrapper per op family with the op's signature."""
+"""The native kernels' Python side: building and loading csrc/, and a wrapper per op family with the op's signature."""

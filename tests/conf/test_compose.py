@@ -75,7 +75,7 @@ def test_overrides_reach_the_typed_configuration() -> None:
             "cluster={nodes: 3, env: {A: 1}}",
             "cluster.env.NCCL_DEBUG=INFO",
             "cluster.sbatch.gpu-bind=none",
-            "kernels.ops.rmsnorm=reference",
+            "kernels.rmsnorm=reference",
             "cluster.setup=['module load a/1', 'echo $HOME']",
             "optim.lr=1e-4",
             "tracking.tags=[a,7]",
@@ -87,7 +87,7 @@ def test_overrides_reach_the_typed_configuration() -> None:
     assert (config.data.sources[0].prefix, config.data.sources[0].name) == ("/x/y", "stdlib")
     assert config.cluster.env == {"NCCL_DEBUG": "INFO"}
     assert config.cluster.sbatch == {"gpu-bind": "none"}
-    assert config.kernels.ops == {"rmsnorm": "reference"}
+    assert config.kernels.rmsnorm == "reference"
     assert config.cluster.setup == ["module load a/1", "echo $HOME"]
     assert config.optim.lr == 0.0001
     assert config.tracking.tags == ["a", "7"]

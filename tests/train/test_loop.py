@@ -367,8 +367,10 @@ def test_missing_data_and_bad_kernels_are_one_clear_message(tmp_path: Path, tiny
     config.data = replace(config.data, sources=[DataSource(str(tmp_path / "nowhere"))])
     with pytest.raises(BadInputError, match="nowhere"):
         train(tmp_path / "a", config)
-    with pytest.raises(BadInputError, match=r"kernels.default=nativ: unknown implementation, did you mean native"):
-        train(tmp_path / "b", tiny_config(tiny_data, kernels={"default": "nativ"}))
+    with pytest.raises(
+        BadInputError, match=r"kernels.default=referenc: unknown implementation, did you mean reference"
+    ):
+        train(tmp_path / "b", tiny_config(tiny_data, kernels={"default": "referenc"}))
 
 
 @pytest.mark.gpu

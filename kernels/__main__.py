@@ -1,0 +1,94 @@
+"""`python -m stoker.kernels build|list|show`: building the native kernels and looking at what is built.
+
+Owns: the arguments and what is printed. `stoker kernels` becomes this, inside the container if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from .device import Device
+from .native import cache, ready
+from .native.build import ARCHITECTURES, Target, build
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    # As ^C: what is under way ends, and leaves nothing.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if arguments.verb == "build":
+            return _build(arguments.arch)
+        return _list() if arguments.verb == "list" else _show()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as e:
+        for line in str(e).splitlines():
+            print(f"stoker kernels: error: {line}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("stoker kernels", description="Native kernels: docs/kernels.md.")
+    verbs = p.add_subparsers(dest="verb", required=True)
+    b = verbs.add_parser("build", help="compile them into the cache; needs nvcc and a C++ compiler, no GPU")
+    b.add_argument(
+        "--arch",
+        type=_architectures,
+        metavar="80,90,100",
+        help="compute capabilities times ten; default: this machine's GPU, without one 80,90,100",
+    )
+    verbs.add_parser("list", help="what is built")
+    verbs.add_parser("show", help="which implementations this machine has, op by op, and what the others lack")
+    return p
+
+
+def _architectures(text: str) -> tuple[int, ...]:
+    words = [word.strip().removeprefix("sm_") for word in text.split(",")]
+    if not all(word.isdigit() and int(word) >= 80 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected compute capabilities from 8.0 on, times ten, as 80,90")
+    return tuple(int(word) for word in words)
+
+
+def _build(architectures: tuple[int, ...] | None) -> int:
+    if architectures is None:
+        device = _device()
+        architectures = ARCHITECTURES if device.capability is None else (device.capability,)
+    print(build(Target(architectures), say=lambda line: print(line, file=sys.stderr, flush=True)))
+    return 0
+
+
+def _device() -> Device:
+    return Device.of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+def _list() -> int:
+    wanted = cache.digest_of()
+    print(f"{'built':<17} {'for':<24} {'MB':>5}  {'of these sources':<17} where")
+    for place in cache.places():
+        for b in cache.built_in(place):
+            day = time.strftime("%Y-%m-%d %H:%M", time.localtime(b.built))
+            device = "CPU, for tests" if b.emulated else ", ".join(f"sm_{a}" for a in b.architectures) + " + PTX"
+            has = "yes" if (b.sources, b.files) == (wanted, cache.unit_names()) else "no"
+            print(f"{day:<17} {device:<24} {b.bytes / 1e6:>5.1f}  {has:<17} {Path(b.place) / b.name}")
+    return 0
+
+
+def _show() -> int:
+    from .implementations import IMPLEMENTATIONS
+
+    device = _device()
+    print(f"on {device}, library: {ready.name(device.capability) or 'not built'}")
+    for row in IMPLEMENTATIONS:
+        print(f"{row.op:<21} {row.name:<10} {row.lacks(device) or 'yes'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Which implementations of the ops a rank works with: the configuration's wish, the device, and what is built.
+
+Owns: having the native kernels built by one rank per node at their first use, and the agreement of all ranks on one
+choice. Does not own: choosing (kernels/dispatch.py) or building (kernels/native/).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from ..conf.schema import KernelsConfig
+from ..kernels import OP_NAMES, Device, Ops, select
+from ..kernels.measured import read
+from .grid import Grid
+
+
+def choose_ops(settings: KernelsConfig, grid: Grid) -> Ops:
+    """The ops of this run, the same implementations on every rank. Collective.
+
+    Raises:
+        ValueError: what was asked for is not there, with what to do; or ranks would choose differently.
+        PeerLostError: another rank is gone.
+    """
+    wanted, device = wishes(settings), Device.of(grid.device)
+    measured = None
+    if device.type == "cuda" and not {"auto", "native"}.isdisjoint(wanted.values()):
+        from ..kernels.native import ready
+
+        _have_built(settings, device, grid)
+        measured = read(device.name, ready.name(device.capability))
+    ops = select(wanted, device, strict=settings.strict, is_compiled=settings.compile, measured=measured)
+    agree(ops, grid)
+    return ops
+
+
+def wishes(settings: KernelsConfig) -> Mapping[str, str]:
+    """As `select` takes them."""
+    named = {op: getattr(settings, op) for op in OP_NAMES}
+    return {"default": settings.default} | {op: name for op, name in named.items() if name is not None}
+
+
+def _have_built(settings: KernelsConfig, device: Device, grid: Grid) -> None:
+    """One rank per node builds what is missing, into a cache of the node's own; the others wait for it."""
+    from ..kernels.native.ready import build_if_missing
+
+    problem = None
+    if grid.device.index in (None, 0) and device.capability is not None:
+        problem = build_if_missing(device.capability, settings.architectures, say=print)
+    for rank, text in enumerate(grid.control.all_gather_json(problem)):
+        if text is not None and settings.strict:
+            raise ValueError(f"{text}\n(rank {rank}; kernels=reference does without, kernels.strict=false too)")
+
+
+def agree(ops: Ops, grid: Grid) -> None:
+    """Nodes may differ in what is installed; ranks of one run may not. Collective.
+
+    Raises:
+        ValueError: on another rank other implementations were chosen.
+    """
+    mine = " ".join(f"{c.op}={c.implementation}" for c in ops.choices)
+    digests = grid.control.all_gather_json(hashlib.sha256(mine.encode()).hexdigest()[:16])
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"ranks 0 and {other} have different kernels to choose from (here, on rank {grid.rank}: {mine}); name the "
+            "implementations (kernels=reference, kernels.rmsnorm=...), or make the nodes alike"
+        )
