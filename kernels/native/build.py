@@ -114,8 +114,11 @@ def _commands(tools: Toolchain, target: Target, architectures: tuple[int, ...]) 
     common += [f"-I{torch / 'include/torch/csrc/api/include'}", "-g1" if target.emulated else "-lineinfo"]
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if target.emulated:
-        checks = [f"-fsanitize={','.join(target.sanitizers)}", "-fno-omit-frame-pointer"] if target.sanitizers else []
+        checks = [f"-fsanitize={','.join(target.sanitizers)}"] if target.sanitizers else []
+        checks += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer"] if target.sanitizers else []
         flags = ["-O2", "-fPIC", "-fvisibility=hidden", "-DSTOKER_EMULATION", f"-isystem{tools.include}", *checks]
+        # Sums and products round one by one on every CPU; a variable that nothing was written to shows.
+        flags += ["-ffp-contract=off", "-ftrivial-auto-var-init=pattern"]
         return [str(tools.host), "-c", *common, *flags, "-x", "c++"], [str(tools.host), "-shared", *checks, *libraries]
     nvcc = [str(tools.nvcc), f"-ccbin={tools.host}"]
     gencode = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]

@@ -1,4 +1,4 @@
-"""The emulation of CUDA on the CPU: intrinsics, order of threads, deadlocks, memory; and that it sees what is broken."""
+"""The emulation of CUDA on the CPU: intrinsics, order of threads, deadlocks, memory; what is broken is seen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ sys.path.append(str(HERE))
 
 from emulated_build import built  # noqa: E402
 from emulated_runs import ORDERS, in_every_order, only_blocks, thread_order  # noqa: E402
-
 from stoker.kernels.native.build import Target  # noqa: E402
 
 Case = Callable[..., "list[int] | str"]
@@ -157,3 +156,8 @@ def test_an_access_where_no_memory_is_raises(broken: Case) -> None:
 
 def test_too_large_a_frame_raises(broken: Case) -> None:
     assert broken("large_stack").endswith(" needs more than 65536 bytes of stack")
+
+
+def test_a_variable_that_nothing_was_written_to_shows(broken: Case) -> None:
+    assert broken("stale_register", n=4)[:32] == [1] * 32
+    assert broken("stale_register", n=3)[:32] == [-0x01010102] * 32

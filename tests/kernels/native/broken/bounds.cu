@@ -6,7 +6,7 @@ __global__ void one_too_many(int* out, int64_t n) {
         out[threadIdx.x] = 1;
     }
 }
-CASE(write_past_the_end, one_too_many, 1, 64, 0, nullptr)
+CASE(write_past_the_end, one_too_many, 1, 96, 0, nullptr)
 
 // Through a pointer: the length of the array is out of the compiler's sight.
 __device__ int last(const int* values, int64_t n) {

@@ -26,3 +26,13 @@ __global__ void in_a_template(int* out, int64_t) {
     }
 }
 CASE(stale_template_memory, in_a_template, 2, 32, 0, nullptr)
+
+// The fourth value is kept in a register that only rows of four columns write.
+__global__ void unwritten_register(int* out, int64_t columns) {
+    int values[4];
+    for (int64_t i = 0; i < columns; ++i) {
+        values[i] = 1;
+    }
+    out[threadIdx.x] = values[3];
+}
+CASE(stale_register, unwritten_register, 1, 32, 0, nullptr)

@@ -1,0 +1,68 @@
+"""What the sanitizers see of kernels on the CPU: each broken access is reported with the line of the kernel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+from emulated_build import built  # noqa: E402
+from sanitized import FOUND, SANITIZERS, python  # noqa: E402
+
+from stoker.kernels.native.build import Target  # noqa: E402
+
+# Each case in a process of its own, forked from one that has loaded the object.
+_RUN_CASES = """
+import ctypes, os, sys
+library = ctypes.CDLL(sys.argv[1])
+for word in sys.argv[2:]:
+    name, n = word.split(":")
+    child = os.fork()
+    if child == 0:
+        out = (ctypes.c_int * 64)()
+        function = getattr(library, name)
+        function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_int64]
+        sys.stderr.write(f"== {word} ==\\n{function(out, int(n)).decode()}\\n")
+        sys.stderr.flush()
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    sys.stderr.write(f"-- {word} ended with {status}\\n")
+    sys.stderr.flush()
+"""
+
+# The argument with which a case is sound, the one with which it is not, the finding, and where it is.
+CASES = {
+    "write_past_the_end": (63, 64, "heap-buffer-overflow", "bounds.cu:6"),
+    "read_past_static_shared": (63, 64, "insufficient space", "bounds.cu:13"),
+    "read_past_dynamic_shared": (63, 64, "heap-buffer-overflow", "bounds.cu:13"),
+    "write_past_dynamic_shared": (0, 1, "heap-buffer-overflow", "bounds.cu:34"),
+    "misaligned_vector": (0, 1, "misaligned address", "bounds.cu:41"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, str]:
+    """What each case with its argument ("name:n") said."""
+    library = built(Target(emulated=True, sanitizers=SANITIZERS, sources=HERE / "broken", only=("bounds.cu",)))
+    words = [f"{name}:{n}" for name, (good, bad, _, _) in CASES.items() for n in (good, bad)]
+    # Python's own allocator would put small arrays side by side, where nothing guards them.
+    done: subprocess.CompletedProcess[str] = python("-c", _RUN_CASES, str(library), *words, PYTHONMALLOC="malloc")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.findall(r"(?:== \S+ ==\n)?(.*?)-- (\S+) ended with (\d+)\n", done.stderr, re.DOTALL)
+    return {word: f"{status}\n{text}" for text, word, status in said}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_broken_access_is_reported_with_its_line(runs: dict[str, str], case: str) -> None:
+    good, bad, finding, line = CASES[case]
+    assert runs[f"{case}:{good}"] == "0\n\n"
+    report = runs[f"{case}:{bad}"]
+    assert report.startswith(f"{FOUND}\n")
+    assert finding in report
+    assert line in report
