@@ -38,18 +38,23 @@ def rmsnorm(
     Returns y: [..., D] in x's dtype; with residual (y, x + residual). The product with weight is taken in the
     accumulation dtype and rounded once. Raises ValueError when weight or residual does not fit x.
     """
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"rmsnorm: weight has shape {tuple(weight.shape)}, x needs {tuple(x.shape[-1:])}")
+    check_rmsnorm(x, weight, residual)
     if residual is None:
         y: Tensor = apply(_RmsNorm, x, weight, eps, offset)
         return y
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+    total = x + residual
+    return apply(_RmsNorm, total, weight, eps, offset), total
+
+
+def check_rmsnorm(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    """ValueError when weight or residual does not fit x."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rmsnorm: weight has shape {tuple(weight.shape)}, x needs {tuple(x.shape[-1:])}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"rmsnorm: residual is {residual.dtype} {tuple(residual.shape)}, x is {x.dtype} {tuple(x.shape)}; "
             "both must be alike"
         )
-    total = x + residual
-    return apply(_RmsNorm, total, weight, eps, offset), total
 
 
 class _RmsNorm(torch.autograd.Function):

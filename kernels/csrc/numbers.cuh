@@ -1,0 +1,124 @@
+// Numbers in memory and in registers: what sums are held in, and loads and stores of several elements at once. Owns no
+// layout: where a row lies and whether it may be read in pieces of 16 bytes is the caller's to know.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "device.cuh"
+
+namespace stoker {
+
+// What sums over T are held in: float, and double for double.
+template <class T>
+struct Accumulator {
+    using type = float;
+};
+template <>
+struct Accumulator<double> {
+    using type = double;
+};
+template <class T>
+using Acc = typename Accumulator<T>::type;
+
+template <class A, class T>
+__device__ __forceinline__ A widen(T value) {
+    return static_cast<A>(value);
+}
+template <class A>
+__device__ __forceinline__ A widen(__nv_bfloat16 value) {
+    return static_cast<A>(__bfloat162float(value));
+}
+template <class A>
+__device__ __forceinline__ A widen(__half value) {
+    return static_cast<A>(__half2float(value));
+}
+
+// To the nearest, ties to even.
+template <class T>
+struct Narrow {
+    template <class A>
+    static __device__ __forceinline__ T from(A value) {
+        return static_cast<T>(value);
+    }
+};
+template <>
+struct Narrow<__nv_bfloat16> {
+    static __device__ __forceinline__ __nv_bfloat16 from(float value) { return __float2bfloat16_rn(value); }
+    static __device__ __forceinline__ __nv_bfloat16 from(double value) { return __double2bfloat16(value); }
+};
+template <>
+struct Narrow<__half> {
+    static __device__ __forceinline__ __half from(float value) { return __float2half_rn(value); }
+    static __device__ __forceinline__ __half from(double value) { return __double2half(value); }
+};
+template <class T, class A>
+__device__ __forceinline__ T narrow(A value) {
+    return Narrow<T>::from(value);
+}
+
+// N neighbouring elements. N is 16 bytes of the widest type that a kernel reads side by side, or 1.
+template <class T, int N>
+struct Pack {
+    T values[N];
+    __device__ __forceinline__ T& operator[](int i) { return values[i]; }
+    __device__ __forceinline__ const T& operator[](int i) const { return values[i]; }
+};
+
+// Elements of T in 16 bytes.
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+namespace detail {
+template <int bytes>
+struct Unit;
+template <>
+struct Unit<16> {
+    using type = int4;
+};
+template <>
+struct Unit<8> {
+    using type = int2;
+};
+template <>
+struct Unit<4> {
+    using type = int;
+};
+}  // namespace detail
+
+// Aligned to min(16, N * sizeof(T)) bytes unless N is 1.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load(const T* address) {
+    Pack<T, N> pack;
+    if constexpr (N == 1) {
+        pack[0] = *address;
+    } else {
+        constexpr int bytes = N * static_cast<int>(sizeof(T));
+        using Unit = typename detail::Unit<bytes >= 16 ? 16 : bytes>::type;
+        Unit units[bytes / sizeof(Unit)];
+#pragma unroll
+        for (int i = 0; i < bytes / static_cast<int>(sizeof(Unit)); ++i) {
+            units[i] = reinterpret_cast<const Unit*>(address)[i];
+        }
+        memcpy(&pack, units, bytes);
+    }
+    return pack;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store(T* address, const Pack<T, N>& pack) {
+    if constexpr (N == 1) {
+        *address = pack[0];
+    } else {
+        constexpr int bytes = N * static_cast<int>(sizeof(T));
+        using Unit = typename detail::Unit<bytes >= 16 ? 16 : bytes>::type;
+        Unit units[bytes / sizeof(Unit)];
+        memcpy(units, &pack, bytes);
+#pragma unroll
+        for (int i = 0; i < bytes / static_cast<int>(sizeof(Unit)); ++i) {
+            reinterpret_cast<Unit*>(address)[i] = units[i];
+        }
+    }
+}
+
+}  // namespace stoker

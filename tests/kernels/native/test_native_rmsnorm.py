@@ -1,0 +1,139 @@
+"""csrc/rmsnorm.cu on the CPU against float64."""
+
+import pytest
+import torch
+from stoker.kernels.reference import rmsnorm as reference
+from torch.library import opcheck
+
+EPS = 1e-5
+# In units of the largest value: half precision rounds results once, float32 sums up to 4,096 terms.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4.0e-3, torch.float16: 5e-4}
+SHAPES = [
+    (3, 5, 64),  # a warp per row
+    (2, 1000),  # ragged: threads with one pack more than others
+    (7, 33),  # rows that no pack of 16 bytes fits
+    (2, 5000),  # more than stays in registers
+    (1, 1),
+    (16,),
+]
+
+
+@pytest.fixture
+def rmsnorm(emulated):
+    from stoker.kernels.native.rmsnorm import rmsnorm
+
+    return rmsnorm
+
+
+def inputs(shape, dtype, weight_dtype=None):
+    x, residual = (torch.randn(shape).to(dtype) for _ in range(2))
+    weight = (1 + 0.1 * torch.randn(shape[-1])).to(weight_dtype or dtype)
+    return x, weight, residual
+
+
+def outputs_and_grads(function, *tensors):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    out = out if isinstance(out, tuple) else (out,)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in out]
+    return [*(o.detach() for o in out), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def assert_close(found, wanted, dtype):
+    for ours, exact in zip(found, wanted, strict=True):
+        scale = exact.abs().max().clamp(min=1).item() if exact.numel() else 1.0
+        torch.testing.assert_close(ours.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_value_and_gradients_match_float64(rmsnorm, shape, dtype):
+    x, weight, _ = inputs(shape, dtype)
+    found = outputs_and_grads(lambda a, w: rmsnorm(a, w, EPS, offset=1.0), x, weight)
+    wanted = outputs_and_grads(lambda a, w: reference(a, w, EPS, offset=1.0), x.double(), weight.double())
+    assert [t.dtype for t in found] == [dtype] * 3
+    assert_close(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sum_with_a_residual_is_normed_and_both_gradients_meet(rmsnorm, shape, dtype):
+    x, weight, residual = inputs(shape, dtype)
+    y, total, grad_x, grad_weight, grad_residual = outputs_and_grads(
+        lambda a, w, r: rmsnorm(a, w, EPS, r), x, weight, residual
+    )
+    assert torch.equal(total, x + residual)
+    assert torch.equal(grad_x, grad_residual)
+    # The sum as rounded is what is normed.
+    wanted = outputs_and_grads(lambda a, w: (reference(a, w, EPS), a.clone()), total.double(), weight.double())
+    assert_close([y, total, grad_x, grad_weight], wanted, dtype)
+
+
+def test_float32_weight_beside_bfloat16(rmsnorm):
+    x, weight, _ = inputs((4, 64), torch.bfloat16, torch.float32)
+    found = outputs_and_grads(lambda a, w: rmsnorm(a, w, EPS), x, weight)
+    wanted = outputs_and_grads(lambda a, w: reference(a, w, EPS), x.double(), weight.double())
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert_close(found, wanted, torch.bfloat16)
+
+
+def test_gradcheck(rmsnorm):
+    x, weight, residual = (t.double().requires_grad_() for t in inputs((3, 6), torch.float64))
+    assert torch.autograd.gradcheck(lambda a, w: rmsnorm(a, w, EPS, offset=1.0), (x, weight))
+    assert torch.autograd.gradcheck(lambda a, w, r: rmsnorm(a, w, EPS, r), (x, weight, residual))
+
+
+def test_opcheck(rmsnorm):
+    x, weight, residual = inputs((3, 16), torch.bfloat16)
+    ops = torch.ops.stoker
+    opcheck(ops.rmsnorm, (x, weight, EPS, 0.0))
+    opcheck(ops.rmsnorm_residual, (x, residual, weight, EPS, 0.0))
+    opcheck(ops.rmsnorm_grad, (x, residual, x, weight, torch.ones(3), 0.0))
+    opcheck(ops.rmsnorm_grad, (x, None, x, weight, torch.ones(3), 0.0))
+
+
+def test_compiles_to_one_graph(rmsnorm):
+    def step(a, w, r):
+        y, total = rmsnorm(a, w, EPS, r)
+        return y.float().sum() + total.float().square().sum() + rmsnorm(total, w, EPS).float().sum()
+
+    x, weight, residual = (t.requires_grad_() for t in inputs((3, 16), torch.bfloat16))
+    eager = torch.autograd.grad(step(x, weight, residual), (x, weight, residual))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for ours, wanted in zip(
+        torch.autograd.grad(compiled(x, weight, residual), (x, weight, residual)), eager, strict=True
+    ):
+        torch.testing.assert_close(ours, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_non_contiguous_and_unaligned(rmsnorm):
+    weight = torch.randn(32)
+    turned = torch.randn(5, 32, 6).transpose(1, 2)
+    torch.testing.assert_close(rmsnorm(turned, weight, EPS), reference(turned, weight, EPS), rtol=1e-6, atol=1e-6)
+    shifted = torch.randn(4 * 32 + 1)[1:].view(4, 32)
+    torch.testing.assert_close(rmsnorm(shifted, weight, EPS), reference(shifted, weight, EPS), rtol=1e-6, atol=1e-6)
+
+
+def test_empty(rmsnorm):
+    found = outputs_and_grads(lambda a, w: rmsnorm(a, w, EPS), torch.empty(0, 4, 8), torch.ones(8))
+    assert [tuple(t.shape) for t in found] == [(0, 4, 8), (0, 4, 8), (8,)]
+    assert found[2].tolist() == [0.0] * 8
+
+
+def test_the_same_bits_twice(rmsnorm):
+    x, weight, residual = inputs((9, 257), torch.bfloat16)
+    first, second = (outputs_and_grads(lambda a, w, r: rmsnorm(a, w, EPS, r), x, weight, residual) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_does_not_fit_is_refused_as_the_reference_does(rmsnorm):
+    x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match=r"weight has shape \(4,\), x needs \(8,\)"):
+        rmsnorm(x, torch.ones(4), EPS)
+    with pytest.raises(ValueError, match="both must be alike"):
+        rmsnorm(x, torch.ones(8), EPS, torch.ones(2, 8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"x is int64; expected .*; or choose kernels\.rmsnorm=reference"):
+        rmsnorm(torch.ones(2, 8, dtype=torch.int64), torch.ones(8), EPS)
+    with pytest.raises(ValueError, match="weight is float16; beside bfloat16 expected that or float32"):
+        rmsnorm(x.bfloat16(), torch.ones(8).half(), EPS)
