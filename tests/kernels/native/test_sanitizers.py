@@ -14,7 +14,6 @@ sys.path.append(str(HERE))
 
 from emulated_build import built  # noqa: E402
 from sanitized import FOUND, SANITIZERS, python  # noqa: E402
-
 from stoker.kernels.native.build import Target  # noqa: E402
 
 # Each case in a process of its own, forked from one that has loaded the object.
