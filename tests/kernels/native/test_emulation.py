@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch  # noqa: F401 -- the objects are linked to its libraries
+from emulated_build import built
+from emulated_runs import ORDERS, in_every_order, only_blocks, thread_order
+from stoker.kernels.native.build import Target
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
-
-from emulated_build import built  # noqa: E402
-from emulated_runs import ORDERS, in_every_order, only_blocks, thread_order  # noqa: E402
-from stoker.kernels.native.build import Target  # noqa: E402
 
 Case = Callable[..., "list[int] | str"]
 

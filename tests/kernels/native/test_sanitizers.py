@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from emulated_build import built
+from sanitized import FOUND, SANITIZERS, python
+from stoker.kernels.native.build import Target
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
-
-from emulated_build import built  # noqa: E402
-from sanitized import FOUND, SANITIZERS, python  # noqa: E402
-from stoker.kernels.native.build import Target  # noqa: E402
 
 # Each case in a process of its own, forked from one that has loaded the object.
 _RUN_CASES = """
