@@ -18,7 +18,9 @@ from .ops import OP_NAMES
 Function = Callable[..., Any]
 
 # op -> module below native/ that has a function of that name; it is imported after the library has been loaded.
-NATIVE: dict[str, str] = {}
+NATIVE = {
+    "rmsnorm": "rmsnorm",
+}
 # op -> (module below apex/, called as the extension that it calls; variable that has apex's build make the extension)
 APEX: dict[str, tuple[str, str]] = {}
 

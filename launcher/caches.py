@@ -13,7 +13,12 @@ from pathlib import Path
 from .protocol import INSIDE
 from .run.bootstrap import CODE, ENV_DIR
 
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
+_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "CUDA_CACHE_PATH": "cuda",
+    "STOKER_KERNELS_CACHE": "kernels",
+}
 
 
 def is_compiled(package: str, path: Iterable[str]) -> bool:

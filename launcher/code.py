@@ -3,6 +3,8 @@
 Owns: collecting and packing. Inside: `code/stoker`, the imported package; `code/user`, the git project around the
 current directory, if another. Unpacking is run/bootstrap.py's. The same files give the same bytes, so the archive's
 SHA-256 names its content.
+
+Built kernels go along as code/stoker/kernels/built, so that nodes need no compiler; kernels/native/cache.py says which.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import io
 import json
 import os
 import subprocess
+import sys
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -64,6 +67,7 @@ def collect(cwd: Path) -> Snapshot:
     """
     package = package_root()
     files = {f"code/stoker/{p.relative_to(package).as_posix()}": p for p in _package_files(package)}
+    files |= {f"code/stoker/kernels/built/{name}": path for name, path in built_kernels(package).items()}
     pythonpath = ["code"]
     project = git_root(cwd)
     if project == package:
@@ -142,6 +146,14 @@ def _package_files(root: Path) -> Iterator[Path]:
             yield path
         elif path.is_dir() and (path / "__init__.py").is_file():
             yield from _walk(path)
+
+
+def built_kernels(package: Path) -> dict[str, Path]:
+    """Objects in the caches that were built of the package's own sources: name -> file."""
+    # By its path: the launcher imports no kernels, which would load torch.
+    command = [sys.executable, "-I", "-S", str(package / "kernels" / "native" / "cache.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True)
+    return {name: Path(path) for name, path in json.loads(done.stdout).items()}
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -111,12 +111,20 @@ def _commands(tools: Toolchain, target: Target, architectures: tuple[int, ...]) 
     """(compiler with its flags, to which `-o OBJECT SOURCE` is added; linker with its flags, to which objects are)."""
     torch = tools.torch
     common = ["-std=c++20", _ABI_MACRO, "-DUSE_CUDA", f"-I{torch / 'include'}"]
-    common += [f"-I{torch / 'include/torch/csrc/api/include'}", "-g1" if target.emulated else "-lineinfo"]
+    common.append(f"-I{torch / 'include/torch/csrc/api/include'}")
     libraries = [f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if target.emulated:
         checks = [f"-fsanitize={','.join(target.sanitizers)}"] if target.sanitizers else []
         checks += ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer"] if target.sanitizers else []
-        flags = ["-O2", "-fPIC", "-fvisibility=hidden", "-DSTOKER_EMULATION", f"-isystem{tools.include}", *checks]
+        flags = [
+            "-O2",
+            "-g1",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-DSTOKER_EMULATION",
+            f"-isystem{tools.include}",
+            *checks,
+        ]
         # Sums and products round one by one on every CPU; a variable that nothing was written to shows.
         flags += ["-ffp-contract=off", "-ftrivial-auto-var-init=pattern"]
         return [str(tools.host), "-c", *common, *flags, "-x", "c++"], [str(tools.host), "-shared", *checks, *libraries]
@@ -125,6 +133,7 @@ def _commands(tools: Toolchain, target: Target, architectures: tuple[int, ...]) 
     gencode.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
     # -v: what each kernel takes of registers and shared memory goes into the log, where report.py finds it.
     flags = ["-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v", "-DNDEBUG"]
+    flags += ["--compress-mode=size"] if tools.compresses() else []
     return [*nvcc, "-c", *common, *flags, *gencode], [*nvcc, "-shared", "-cudart=static", *gencode, *libraries]
 
 

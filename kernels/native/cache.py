@@ -1,5 +1,4 @@
-"""Where built kernels lie, which of them fits these sources and a device, and how a new one gets there: whole or not
-at all.
+"""Where built kernels lie, which of them fits these sources and a device, and how a new one gets there: all or nothing.
 
 Standard library only and nothing of ours: `python cache.py` tells the launcher, which imports no kernels, what to
 freeze with a run. Compiling is build.py's, loading library.py's.
@@ -12,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -163,6 +161,19 @@ def _sweep(cache: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
+def to_freeze() -> dict[str, str]:
+    """What a run's code takes along: name below FROZEN -> file. The newest object of these sources for each set of
+    architectures, and what was measured."""
+    found: dict[str, str] = {}
+    taken: set[tuple[int, ...]] = set()
+    for built in find(where=[place for place in places() if place != FROZEN]):
+        if built.architectures not in taken:
+            taken.add(built.architectures)
+            found |= {f"{built.name}/{file}": str(built.library.with_name(file)) for file in (LIBRARY, MANIFEST)}
+    for place in reversed(places()):
+        found |= {file.name: str(file) for file in place.glob("measured-*.json") if place != FROZEN}
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps([asdict(b) for b in find()]))
-    sys.exit(0)
+    print(json.dumps(to_freeze()))

@@ -35,6 +35,11 @@ class Toolchain:
     torch: Path
     version: str  # of the compilers: part of an object's hash
 
+    def compresses(self) -> bool:
+        """Whether nvcc can pack machine code for size (from 12.8 on), to a third."""
+        found = re.search(r"release (\d+)\.(\d+)", self.version)
+        return found is not None and (int(found[1]), int(found[2])) >= (12, 8)
+
     def known(self) -> tuple[int, ...]:
         """Architectures that nvcc has code for, as 90."""
         assert self.nvcc is not None
@@ -63,7 +68,8 @@ def find_toolchain(emulated: bool = False, environ: Mapping[str, str] = os.envir
     assert spec is not None and spec.origin is not None  # noqa: PT018
     lines = [_output([str(host), "--version"]).partition("\n")[0]]
     if not emulated:
-        lines.insert(0, _output([str(nvcc), "--version"]).strip().splitlines()[-1])
+        said = _output([str(nvcc), "--version"]).strip().splitlines()
+        lines.insert(0, "nvcc " + next((line for line in said if "release" in line), said[-1]).rpartition("tools, ")[2])
     return Toolchain(host, None if emulated else nvcc, include, Path(spec.origin).parent, "; ".join(lines))
 
 

@@ -15,13 +15,18 @@ def test_caches_lie_below_the_unpacked_code() -> None:
         "TORCHINDUCTOR_CACHE_DIR": f"{CODE}/cache/inductor",
         "TRITON_CACHE_DIR": f"{CODE}/cache/triton",
         "CUDA_CACHE_PATH": f"{CODE}/cache/cuda",
+        "STOKER_KERNELS_CACHE": f"{CODE}/cache/kernels",
         "PYTHONPYCACHEPREFIX": f"{CODE}/cache/python",
     }
 
 
 def test_what_the_user_set_stays() -> None:
     mine = {"STOKER_CODE": CODE, "TRITON_CACHE_DIR": "/mine", "PYTHONPYCACHEPREFIX": ""}
-    assert sorted(cache_variables(mine, False)) == ["CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"]
+    assert sorted(cache_variables(mine, False)) == [
+        "CUDA_CACHE_PATH",
+        "STOKER_KERNELS_CACHE",
+        "TORCHINDUCTOR_CACHE_DIR",
+    ]
 
 
 def test_compiled_modules_stay_beside_their_sources_where_these_are_on_the_node() -> None:

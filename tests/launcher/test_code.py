@@ -119,6 +119,7 @@ def test_package_is_frozen_with_data_and_without_the_clone_around_it(repository:
 def test_stoker_cloned_into_a_project_is_not_doubled(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = project / "third" / "stoker"
     write(package, {"__init__.py": "", "launcher/__init__.py": "", "launcher/x.py": "x"})
+    write(package, {"kernels/__init__.py": "", "kernels/native/cache.py": "print('{}')"})
     monkeypatch.setattr(code, "package_root", lambda: package)
     snapshot = code.collect(project)
     assert not any("third/stoker" in name for name in snapshot.files)
