@@ -252,14 +252,6 @@ def test_selecting_starts_no_accelerator():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_every_row_has_the_ops_signature():
-    for name in {i.name for i in IMPLEMENTATIONS}:
-        config = {i.op: name for i in IMPLEMENTATIONS if i.name == name}
-        anywhere = [dataclasses.replace(i, devices=(), lacking=lambda _: None) for i in IMPLEMENTATIONS]
-        if name != "apex":  # those import their extension
-            select(config, "cpu", anywhere, strict=False)
-
-
 @pytest.mark.full
 def test_ops_compile_without_graph_breaks():
     ops = select()
