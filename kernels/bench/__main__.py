@@ -1,0 +1,186 @@
+"""`stoker bench kernels`: measure the ops on this machine's device, print a table, keep what `auto` chooses by.
+
+Owns: the arguments, the order, the table and the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import measured
+from ..device import Device
+from ..native import ready
+from ..ops import OP_NAMES
+from .case import Case
+from .cases import LARGE, SMALL, cases
+from .contenders import LIGER, TORCH, compiled, others, ours
+from .measure import Plan, Result, measure
+from .timing import copy_bandwidth, matmul_rate
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What the device does at best. bandwidth: bytes read and written per second. rate: flops per second."""
+
+    bandwidth: float
+    rate: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    for op in options.ops:
+        if op not in OP_NAMES:
+            print(f"stoker bench kernels: error: {op}: no such op; there are {', '.join(OP_NAMES)}", file=sys.stderr)
+            return 2
+    began = time.monotonic()
+    torch_device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = Device.of(torch_device)
+    if device.capability is not None:
+        problem = ready.build_if_missing(device.capability, say=_say)
+        if problem is not None:
+            print(f"stoker bench kernels: {problem}", file=sys.stderr)
+    dtype = DTYPES[options.dtype]
+    plan = Plan(torch_device, dtype, options.rounds, not options.no_check, options.seed, _say)
+    roof = Roof(copy_bandwidth(torch_device), matmul_rate(torch_device, dtype))
+    sizes = SMALL if torch_device.type == "cpu" or options.small else LARGE
+    results = run(
+        [case for case in cases(sizes) if not options.ops or case.op in options.ops],
+        device,
+        plan,
+        with_compiler=not options.no_compile,
+        deadline=began + 60 * options.minutes,
+    )
+    print(table(results, device, roof, dtype))
+    if options.json:
+        Path(options.json).write_text(json.dumps(as_json(results, device, roof), indent=1) + "\n", encoding="utf-8")
+    if device.capability is not None and not options.small:
+        print(f"kept for kernels=auto: {measured.write(to_keep(results, device))}")
+    wrong = [r for r in results if r.verdict is not None and not r.verdict.is_right]
+    for r in wrong:
+        print(f"stoker bench kernels: error: {_wrong(r)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def run(
+    chosen: Sequence[Case], device: Device, plan: Plan, with_compiler: bool = True, deadline: float = float("inf")
+) -> list[Result]:
+    """deadline: on time.monotonic's clock; cases that would begin after it are left out, with a line."""
+    results: list[Result] = []
+    for case in chosen:
+        if time.monotonic() > deadline:
+            plan.say(f"{case.op}, {case.title}: left out, the time is over")
+            continue
+        contenders = {**ours(case.op, device), **(compiled(case.op) if with_compiler else {}), **others(case.op)}
+        for result in measure(case, contenders, (TORCH, LIGER), plan):
+            plan.say(_line(result))
+            results.append(result)
+    return results
+
+
+def to_keep(results: Sequence[Result], device: Device) -> measured.Measured:
+    """Microseconds of both directions, summed over an op's cases, of implementations right and measured in all."""
+    times: dict[str, dict[str, float]] = {}
+    for op in dict.fromkeys(r.op for r in results):
+        of_op = [r for r in results if r.op == op and r.contender not in (TORCH, LIGER)]
+        failed = {r.contender for r in of_op if r.error or (r.verdict is not None and not r.verdict.is_right)}
+        for name in dict.fromkeys(r.contender for r in of_op if r.contender not in failed):
+            mine = [r.microseconds for r in of_op if r.contender == name]
+            if len(mine) == len({r.title for r in of_op}):
+                times.setdefault(op, {})[name] = round(sum(mine), 2)
+    return measured.Measured(device.name, torch.__version__, ready.name(device.capability), times)
+
+
+def table(results: Sequence[Result], device: Device, roof: Roof, dtype: torch.dtype) -> str:
+    """Rows by case; of the roof: bytes that must move over time, over the copy's bandwidth, or flops over matmul's."""
+    lines = [
+        f"{device}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}",
+        f"copy {roof.bandwidth / 1e9:.0f} GB/s (read + written), matmul {roof.rate / 1e12:.1f} TFLOP/s",
+        "",
+        f"{'op':<22}{'sizes':<44}{'':<13}{'forward us':>11}{'of roof':>9}"
+        + f"{'backward us':>13}{'of roof':>9}{'error':>10}",
+    ]
+    last = ""
+    for r in results:
+        head = f"{r.op:<22}{r.title:<44}"
+        shown, last = (" " * len(head) if head == last else head), head
+        if r.error:
+            lines.append(f"{shown}{r.contender:<13}{r.error}")
+            continue
+        cells = [f"{r.contender:<13}"]
+        for times, share in ((r.forward, forward_share(r, roof)), (r.backward, backward_share(r, roof))):
+            wide = 11 if times is r.forward else 13
+            cells.append(f"{1e6 * times[0]:>{wide}.1f}{share:>9.0%}" if times else " " * (wide + 9))
+        lines.append(f"{shown}{''.join(cells)}{_error(r):>10}".rstrip())
+    return "\n".join(lines)
+
+
+def forward_share(r: Result, roof: Roof) -> float:
+    """Of the roof."""
+    if r.forward is None:
+        return 0.0
+    least = r.flops / roof.rate if r.flops else r.forward_bytes / roof.bandwidth
+    return least / r.forward[0]
+
+
+def backward_share(r: Result, roof: Roof) -> float:
+    """Of the roof; of ops bound by arithmetic both directions together, in the forward column."""
+    if r.backward is None or r.flops:
+        return 0.0
+    return r.backward_bytes / roof.bandwidth / r.backward[0]
+
+
+def as_json(results: Sequence[Result], device: Device, roof: Roof) -> dict[str, Any]:
+    """Plain values, seconds and bytes."""
+    rows = [
+        {**asdict(r), "forward_of_roof": forward_share(r, roof), "backward_of_roof": backward_share(r, roof)}
+        for r in results
+    ]
+    return {"device": asdict(device), "torch": torch.__version__, "roof": asdict(roof), "results": rows}
+
+
+def _line(r: Result) -> str:
+    took = r.error or f"{r.microseconds:.1f} us{' WRONG: ' + _error(r) if r.verdict and not r.verdict.is_right else ''}"
+    return f"{r.op}, {r.title}: {r.contender}: {took}"
+
+
+def _wrong(r: Result) -> str:
+    assert r.verdict is not None
+    errors = ", ".join(f"{e:.1e}" for e in r.verdict.errors)
+    return f"{r.op}, {r.title}, {r.dtype}: {r.contender} is off by {errors} of the largest value; {r.verdict.bound:.1e}"
+
+
+def _error(r: Result) -> str:
+    return f"{max(r.verdict.errors):.1e}" if r.verdict else ""
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("stoker bench kernels", description="Time the ops on this machine: docs/kernels.md.")
+    p.add_argument("ops", nargs="*", metavar="OP", help="default: all")
+    p.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    p.add_argument("--rounds", type=int, default=10)
+    p.add_argument("--seed", type=int, default=0, help="of the inputs")
+    p.add_argument("--minutes", type=float, default=10.0, help="begin no case after so many")
+    p.add_argument("--small", action="store_true", help="small inputs, as on a CPU; results are not kept")
+    p.add_argument("--no-check", action="store_true", help="do not compare with float64 first")
+    p.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    p.add_argument("--json", metavar="FILE")
+    return p
+
+
+if __name__ == "__main__":
+    sys.exit(main())

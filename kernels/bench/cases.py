@@ -1,0 +1,163 @@
+"""The ops at the sizes of one layer of Llama 3 8B on one GPU, and at sizes a CPU can emulate.
+
+A row here is what makes an op measured: forward, backward if it has one, and against float64 before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..rope import rope_cos_sin
+from .case import Case, Function, Maker, widened
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """sequences x length tokens; `logits`: tokens whose logits exist at once; elements: of the optimizer's tensors."""
+
+    sequences: int
+    length: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    classes: int
+    logits: int
+    elements: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+
+LARGE = Sizes(2, 4096, 4096, 32, 8, 128, 14336, 128256, 4096, 2**28)
+SMALL = Sizes(1, 24, 64, 4, 2, 16, 96, 500, 24, 10_000)
+
+
+def cases(sizes: Sizes) -> tuple[Case, ...]:
+    """All of them."""
+    return (*_norms(sizes), *_pointwise(sizes), *_losses(sizes), *_optimizer(sizes))
+
+
+def _norms(s: Sizes) -> Iterator[Case]:
+    def rows(m: Maker) -> list[Any]:
+        return [m.normal(s.tokens, s.hidden), 1 + m.normal(s.hidden, scale=0.1)]
+
+    def heads(m: Maker) -> list[Any]:
+        return [m.normal(s.sequences, s.length, s.heads, s.head), 1 + m.normal(s.head, scale=0.1)]
+
+    def alone(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        return (op(v[0], v[1], EPS),)
+
+    def summed(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        y, total = op(v[0], v[1], EPS, v[2])
+        return y, total
+
+    size, of_heads = f"{s.tokens} x {s.hidden}", f"{s.tokens * s.heads} x {s.head}"
+    yield Case(
+        "rmsnorm", f"{size}, residual", lambda m: [*rows(m), m.normal(s.tokens, s.hidden)], summed, (0, 1), (0, 1)
+    )
+    yield Case("rmsnorm", size, rows, alone, (0, 1), (0, 1))
+    yield Case("rmsnorm", f"{of_heads}, queries", heads, alone, (0, 1), (0, 1))
+    yield Case(
+        "layernorm",
+        size,
+        lambda m: [*rows(m), m.normal(s.hidden, scale=0.1)],
+        lambda op, v: (op(v[0], v[1], v[2], EPS),),
+        (0, 1, 2),
+        (0, 1),
+    )
+
+
+def _pointwise(s: Sizes) -> Iterator[Case]:
+    def rotary(m: Maker) -> list[Any]:
+        q = m.normal(s.sequences, s.length, s.heads, s.head)
+        k = m.normal(s.sequences, s.length, s.kv_heads, s.head)
+        positions = torch.arange(s.length, device=m.device).expand(s.sequences, -1)
+        frequencies = 500_000.0 ** -(torch.arange(0, s.head, 2, device=m.device) / s.head)
+        return [q, k, *rope_cos_sin(positions, frequencies, dtype=m.dtype), positions, frequencies]
+
+    def gated(m: Maker) -> list[Any]:
+        return [m.normal(s.tokens, s.ffn), m.normal(s.tokens, s.ffn)]
+
+    heads = f"{s.tokens} x ({s.heads} + {s.kv_heads}) x {s.head}"
+    for layout, interleaved in (("halves", False), ("interleaved", True)):
+        yield Case("rope", f"{heads}, {layout}", rotary, _rotate(interleaved), (0, 1))
+    for op in ("swiglu", "geglu"):
+        yield Case(op, f"{s.tokens} x {s.ffn}", gated, lambda f, v: (f(v[0], v[1]),), (0, 1), (0, 1))
+    yield Case("gelu", f"{s.tokens} x {s.ffn}", lambda m: gated(m)[:1], lambda f, v: (f(v[0]),), (0,), (0,))
+
+
+def _rotate(interleaved: bool) -> Callable[[Function, list[Any]], tuple[Tensor, ...]]:
+    def call(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        q, k, cos, sin, positions, frequencies = v
+        return tuple(op(q, k, positions, frequencies, interleaved=interleaved, cos_sin=(cos, sin)))
+
+    return call
+
+
+def _losses(s: Sizes) -> Iterator[Case]:
+    def logits(m: Maker) -> list[Any]:
+        return [m.normal(s.logits, s.classes, scale=4.0), m.integers(s.classes, s.logits)]
+
+    def head(m: Maker) -> list[Any]:
+        x, weight = m.normal(s.tokens, s.hidden), m.normal(s.classes, s.hidden, scale=s.hidden**-0.5)
+        return [x, weight, m.integers(s.classes, s.tokens)]
+
+    size = f"{s.logits} x {s.classes}"
+    yield Case("cross_entropy", size, logits, lambda f, v: (f(v[0], v[1], -100, 1e-4),), (0,), (0, 1))
+    yield Case("cross_entropy_stats", size, logits, lambda f, v: tuple(f(v[0], v[1])))
+    yield Case(
+        "linear_cross_entropy",
+        f"{s.tokens} x {s.hidden} x {s.classes}",
+        head,
+        # The promise is what the trainer gives: gradients are formed on the way forward.
+        lambda f, v: (f(v[0], v[1], v[2], token_grad=1.0).sum(),),
+        (0, 1),
+        flops=6 * s.tokens * s.hidden * s.classes,
+    )
+
+
+def _optimizer(s: Sizes) -> Iterator[Case]:
+    lengths = [s.elements // 2, s.elements // 4, s.elements // 8, *[s.elements // 128] * 16]
+
+    def state(m: Maker) -> list[Any]:
+        masters = [m.normal(n, dtype=torch.float32, scale=0.02) for n in lengths]
+        averages = [m.normal(n, dtype=torch.float32, scale=1e-3) for n in lengths]
+        squares = [a.square() for a in averages]
+        return [
+            [w.to(m.dtype) for w in masters],
+            [m.normal(n, scale=1e-3) for n in lengths],
+            averages,
+            squares,
+            masters,
+        ]
+
+    def step(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        params, grads, averages, squares, masters = v
+        op(params, grads, averages, squares, masters, 1e-3, 0.9, 0.95, 1e-8, 0.1, 100, 0.5)
+        return tuple(masters[0:1] + params[0:1])
+
+    def exact_step(v: list[Any]) -> tuple[Tensor, ...]:
+        _, grads, averages, squares, masters = widened(v)
+        reference.adamw(masters, grads, averages, squares, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, 100, 0.5)
+        return masters[0], masters[0]
+
+    count = f"{sum(lengths)} elements in {len(lengths)} tensors"
+    yield Case("adamw", f"{count}, float32 masters", state, step, exact=exact_step, in_place=(0, 2, 3, 4))
+    yield Case(
+        "l2norm",
+        count,
+        lambda m: [[m.normal(n) for n in lengths]],
+        lambda f, v: (f(v[0]),),
+        tolerance=1e-6,
+    )
