@@ -114,3 +114,13 @@ def test_planned_bytes_are_those_of_a_run(run_ranks: Any, tiny_data: Path, tmp_p
     case = (CASES | MORE)[name]
     for rank, (plan, run) in enumerate(both(run_ranks, configured(tiny_data, case), case[0], tmp_path)):
         assert plan == pytest.approx(run, rel=0.05), f"rank {rank}: planned {plan:,}, measured {run:,}"
+
+
+def test_a_compiled_model_is_planned_as_an_eager_one(tmp_path: Path) -> None:
+    from stoker.train.plan.dry_run import dry_run
+
+    plans = []
+    for is_compiled in (False, True):
+        config = configured(tmp_path / "data", (1, {}, {"kernels": {"compile": is_compiled}}))
+        plans.append(dry_run(config, Layout.of(config, 1), 0).memory)
+    assert plans[0] == plans[1]
