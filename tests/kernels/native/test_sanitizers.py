@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 from emulated_build import built
-from sanitized import FOUND, SANITIZERS, python
+from sanitized import FOUND, SANITIZERS, WANTED, python
 from stoker.kernels.native.build import Target
 
 HERE = Path(__file__).parent
@@ -62,3 +63,15 @@ def test_a_broken_access_is_reported_with_its_line(runs: dict[str, str], case: s
     assert report.startswith(f"{FOUND}\n")
     assert finding in report
     assert line in report
+
+
+def test_the_ops_pass_their_tests_under_the_sanitizers(tmp_path: Path) -> None:
+    built(Target(emulated=True, sanitizers=SANITIZERS))
+    arguments = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not full"]
+    # What goes through torch's compiler repeats the same kernels in many minutes of instrumented Python.
+    arguments += ["-k", "not compiles and not opcheck and not gradcheck"]
+    files = sorted(str(path) for path in HERE.glob("test_native_*.py"))
+    environ = {WANTED: ",".join(SANITIZERS), "TMPDIR": tempfile.gettempdir()}
+    done = python(*arguments, *files, timeout=600, **environ)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    assert re.search(r"\d+ passed", done.stdout)
