@@ -22,8 +22,13 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up: of one shape and floating dtype, any strides. Returns that shape and dtype, rounded once.
     Raises ValueError when shapes or dtypes differ.
     """
+    check_geglu(gate, up)
+    return (F.gelu(gate.to(accumulate_dtype(gate.dtype)), approximate="tanh") * up).to(gate.dtype)
+
+
+def check_geglu(gate: Tensor, up: Tensor) -> None:
+    """ValueError when shapes or dtypes differ."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             f"geglu: gate is {gate.dtype} {tuple(gate.shape)}, up is {up.dtype} {tuple(up.shape)}; both must be alike"
         )
-    return (F.gelu(gate.to(accumulate_dtype(gate.dtype)), approximate="tanh") * up).to(gate.dtype)

@@ -20,6 +20,10 @@ Function = Callable[..., Any]
 # op -> module below native/ that has a function of that name; it is imported after the library has been loaded.
 NATIVE = {
     "rmsnorm": "rmsnorm",
+    "rope": "rope",
+    "swiglu": "glu",
+    "geglu": "glu",
+    "gelu": "glu",
 }
 # op -> (module below apex/, called as the extension that it calls; variable that has apex's build make the extension)
 APEX: dict[str, tuple[str, str]] = {}

@@ -62,6 +62,16 @@ def rope(
     are then not read; None computes it here.
     Returns (q, k), new tensors in the dtypes given. Gradients reach q and k only. Raises ValueError on shapes.
     """
+    check_rope(q, k, positions, inv_freq, cos_sin)
+    cos, sin = cos_sin if cos_sin is not None else rope_cos_sin(positions, inv_freq, scale, q.dtype)
+    rotated: tuple[Tensor, Tensor] = apply(_Rope, q, k, cos, sin, interleaved)
+    return rotated
+
+
+def check_rope(
+    q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, cos_sin: tuple[Tensor, Tensor] | None
+) -> None:
+    """ValueError for shapes that do not fit."""
     if inv_freq.dim() != 1 or 2 * inv_freq.shape[0] > q.shape[-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"rope: inv_freq {tuple(inv_freq.shape)} rotates twice its length of features; "
@@ -71,9 +81,12 @@ def rope(
         raise ValueError(
             f"rope: positions {tuple(positions.shape)} must be [B, S] of q {tuple(q.shape)} and k {tuple(k.shape)}"
         )
-    cos, sin = cos_sin if cos_sin is not None else rope_cos_sin(positions, inv_freq, scale, q.dtype)
-    rotated: tuple[Tensor, Tensor] = apply(_Rope, q, k, cos, sin, interleaved)
-    return rotated
+    pairs = (*positions.shape, inv_freq.shape[0])
+    if cos_sin is not None and not cos_sin[0].shape == cos_sin[1].shape == pairs:
+        raise ValueError(
+            f"rope: cos_sin is {tuple(cos_sin[0].shape)}, {tuple(cos_sin[1].shape)}; of these positions and "
+            f"frequencies it has {pairs} twice"
+        )
 
 
 class _Rope(torch.autograd.Function):
