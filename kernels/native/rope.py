@@ -1,4 +1,4 @@
-"""Rotary embedding by csrc/rope.cu: the op's signature over the raw ops, and its gradients. Import after `library.load`.
+"""Rotary embedding by csrc/rope.cu: the op over the raw ops, and its gradients. Import after `library.load`.
 
 Gradients never go through the form in place: it would save no traffic, autograd would copy the views' gradients, and
 what selective recomputation knows by its storage would no longer be what is stored there.
