@@ -37,6 +37,8 @@
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
 #if defined(__SANITIZE_ADDRESS__)
 #define __shared__ static
 #else
