@@ -307,6 +307,9 @@ class KernelsConfig:
     dropout: str | None = None  # dropout with addressed random bits
     adamw: str | None = None  # update of many tensors
     l2norm: str | None = None  # norm of many tensors
+    scale: str | None = None  # many tensors times one factor
+    cast_copy: str | None = None  # many tensors into others of another dtype
+    stochastic_round: str | None = None  # float32 to bfloat16 at random, for weights without masters
     strict: bool = (
         True  # an implementation that is asked for, or native on a GPU, and is not there: error; false: reference
     )

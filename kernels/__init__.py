@@ -12,7 +12,7 @@ from .dispatch import select, table
 from .implementations import IMPLEMENTATIONS, Implementation
 from .ops import OP_NAMES, Choice, Ops
 from .rope import rope_cos_sin
-from .rounding import RoundingAddress, stochastic_round_
+from .rounding import RoundingAddress
 from .softcap import softcap, softcap_, softcap_slope
 
 __all__ = [
@@ -29,6 +29,5 @@ __all__ = [
     "softcap",
     "softcap_",
     "softcap_slope",
-    "stochastic_round_",
     "table",
 ]

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .rounding import RoundingAddress, stochastic_round_
+from .rounding import RoundingAddress, stochastic_round
 
 
 class AdamW(Protocol):
@@ -64,12 +64,12 @@ def adamw(
     grads are scratch: they may hold the scaled gradients afterwards, or not. The same inputs give the same bits.
     Raises ValueError when lists, shapes or dtypes do not fit.
     """
-    _check(params, grads, exp_avgs, exp_avg_sqs, masters, step, rounding)
+    check_adamw(params, grads, exp_avgs, exp_avg_sqs, masters, step, rounding)
     if rounding is not None:
         for param, grad, avg, avg_sq, address in zip(params, grads, exp_avgs, exp_avg_sqs, rounding, strict=True):
             wide = param.float()
             adamw([wide], [grad], [avg], [avg_sq], None, lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-            stochastic_round_(param, wide, address)
+            stochastic_round([param], [wide], [address])
         return
     updated = params if masters is None else masters
     if not updated:
@@ -118,7 +118,7 @@ def _scale(grads: list[Tensor], grad_scale: float | Tensor) -> tuple[list[Tensor
     return grads, torch.full((), grad_scale, dtype=torch.float32, device=device).reciprocal()
 
 
-def _check(
+def check_adamw(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -127,6 +127,7 @@ def _check(
     step: int,
     rounding: Sequence[RoundingAddress] | None,
 ) -> None:
+    """Raises ValueError, see `adamw`."""
     if step < 1:
         raise ValueError(f"adamw: step={step}, the first step is 1")
     if rounding is not None and masters is not None:

@@ -24,6 +24,11 @@ NATIVE = {
     "swiglu": "glu",
     "geglu": "glu",
     "gelu": "glu",
+    "adamw": "adamw",
+    "l2norm": "l2norm",
+    "scale": "multi_copy",
+    "cast_copy": "multi_copy",
+    "stochastic_round": "rounding",
 }
 # op -> (module below apex/, called as the extension that it calls; variable that has apex's build make the extension)
 APEX: dict[str, tuple[str, str]] = {}

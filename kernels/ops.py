@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from .adamw import AdamW
 from .attention import Attention
+from .cast_copy import CastCopy
 from .cross_entropy import CrossEntropy, CrossEntropyGrad, CrossEntropyStats
 from .dropout import Dropout
 from .geglu import GeGlu
@@ -18,6 +19,8 @@ from .layernorm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropy
 from .rmsnorm import RmsNorm
 from .rope import Rope
+from .rounding import StochasticRound
+from .scale import Scale
 from .swiglu import SwiGlu
 
 
@@ -48,6 +51,9 @@ class Ops:
     dropout: Dropout
     adamw: AdamW
     l2norm: L2Norm
+    scale: Scale
+    cast_copy: CastCopy
+    stochastic_round: StochasticRound
     choices: tuple[Choice, ...]
 
 

@@ -2,6 +2,7 @@
 
 from .adamw import adamw
 from .attention import attention
+from .cast_copy import cast_copy
 from .cross_entropy import cross_entropy, cross_entropy_grad, cross_entropy_stats
 from .dropout import dropout
 from .geglu import geglu
@@ -11,11 +12,14 @@ from .layernorm import layernorm
 from .linear_cross_entropy import linear_cross_entropy
 from .rmsnorm import rmsnorm
 from .rope import rope
+from .rounding import stochastic_round
+from .scale import scale
 from .swiglu import swiglu
 
 __all__ = [
     "adamw",
     "attention",
+    "cast_copy",
     "cross_entropy",
     "cross_entropy_grad",
     "cross_entropy_stats",
@@ -27,5 +31,7 @@ __all__ = [
     "linear_cross_entropy",
     "rmsnorm",
     "rope",
+    "scale",
+    "stochastic_round",
     "swiglu",
 ]

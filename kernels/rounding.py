@@ -7,7 +7,9 @@ in philox.py; which parameter has which address is the optimizer's concern.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,17 +35,29 @@ class RoundingAddress:
     shape: tuple[int, ...]
 
 
-def stochastic_round_(target: Tensor, value: Tensor, address: RoundingAddress) -> None:
-    """target = value, rounded up or down in magnitude at random; the mean is value. Not differentiable.
+class StochasticRound(Protocol):
+    """The signature of `stochastic_round`, see there."""
 
-    target: bfloat16, value: float32, both of one shape of at least one dimension, any strides. The local element in
+    def __call__(
+        self, targets: Sequence[Tensor], values: Sequence[Tensor], addresses: Sequence[RoundingAddress]
+    ) -> None: ...
+
+
+def stochastic_round(targets: Sequence[Tensor], values: Sequence[Tensor], addresses: Sequence[RoundingAddress]) -> None:
+    """Each target = its value, rounded up or down in magnitude at random; the mean is value. Not differentiable.
+
+    targets: bfloat16, values: float32, pairs of one shape of at least one dimension, any strides. The local element in
     global row r (all leading dimensions taken together) and column c of C gets word c % 8 of the eight 16-bit words of
     Philox's counter (r * ceil(C / 8) + c // 8 as low and high word, step, site + 2^31); it is added to value's bits,
     whose low half is then cut off. Infinity and NaN stay. Raises ValueError on dtypes, shapes and numbers out of range.
     """
-    _check(target, value, address)
-    if value.numel() == 0:
-        return
+    check_stochastic_round(targets, values, addresses)
+    for target, value, address in zip(targets, values, addresses, strict=True):
+        if value.numel() > 0:
+            _round(target, value, address)
+
+
+def _round(target: Tensor, value: Tensor, address: RoundingAddress) -> None:
     width = value.shape[-1]
     flat_value, rows = value.reshape(-1, width), _rows(value, address)
     rounded = torch.empty_like(flat_value, dtype=target.dtype)
@@ -77,6 +91,18 @@ def _words(rows: Tensor, width: int, address: RoundingAddress) -> Tensor:
     halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(1)
     skip = start - _PER_COUNTER * first
     return halves[:, skip : skip + width].to(torch.int32)
+
+
+def check_stochastic_round(
+    targets: Sequence[Tensor], values: Sequence[Tensor], addresses: Sequence[RoundingAddress]
+) -> None:
+    """Raises ValueError, see `stochastic_round`."""
+    if not len(targets) == len(values) == len(addresses):
+        raise ValueError(
+            f"stochastic rounding: {len(values)} values and {len(addresses)} addresses for {len(targets)} targets"
+        )
+    for target, value, address in zip(targets, values, addresses, strict=True):
+        _check(target, value, address)
 
 
 def _check(target: Tensor, value: Tensor, address: RoundingAddress) -> None:

@@ -60,6 +60,9 @@ def test_the_ops_of_this_package():
         "dropout",
         "adamw",
         "l2norm",
+        "scale",
+        "cast_copy",
+        "stochastic_round",
     )
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from stoker.kernels import RoundingAddress, stochastic_round_
-from stoker.kernels.reference import adamw
+from stoker.kernels import RoundingAddress
+from stoker.kernels.reference import adamw, stochastic_round
 from torch import Tensor
 
 
@@ -17,7 +17,7 @@ def address(shape: tuple[int, ...], start: tuple[int, ...] | None = None, step: 
 
 def rounded(value: Tensor, where: RoundingAddress) -> Tensor:
     target = torch.empty_like(value, dtype=torch.bfloat16)
-    stochastic_round_(target, value, where)
+    stochastic_round([target], [value], [where])
     return target
 
 
@@ -78,7 +78,7 @@ def test_step_parameter_and_seed_each_give_other_bits(change: dict[str, int]) ->
 )
 def test_what_does_not_fit_is_refused(target: Tensor, value: Tensor, where: RoundingAddress, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        stochastic_round_(target, value, where)
+        stochastic_round([target], [value], [where])
 
 
 def test_small_updates_of_adamw_add_up_without_masters() -> None:

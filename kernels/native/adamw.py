@@ -1,0 +1,82 @@
+"""AdamW by csrc/adamw.cu: the op's signature over the raw op. Import after `library.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..adamw import check_adamw
+from ..rounding import RoundingAddress
+from .library import fake, raw, refuse
+from .multi_tensor import mutated, number_and_tensor
+from .rounding import flat_addresses
+
+_adamw = raw("adamw")
+
+
+def adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor] | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float | Tensor = 1.0,
+    rounding: Sequence[RoundingAddress] | None = None,
+) -> None:
+    """See stoker.kernels.adamw. What is updated is float32, or bfloat16 with addresses; gradients are left as they are.
+
+    One pass over memory for all tensors, in as many launches as their addresses need (a few dozen tensors each).
+    Against the exact update of the same float32 numbers: averages within 2 ulp of themselves, the weight within 1 ulp
+    of itself plus 4 ulp of the change. The same bits on every device and for every cut into shards.
+    """
+    try:
+        number, tensor = number_and_tensor(grad_scale, params)
+        addresses = flat_addresses(rounding, params)
+        with torch.no_grad():
+            _adamw(
+                params,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                masters or [],
+                tensor,
+                number,
+                lr,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                step,
+                addresses,
+            )
+    except RuntimeError as error:
+        refuse("adamw", error, lambda: check_adamw(params, grads, exp_avgs, exp_avg_sqs, masters, step, rounding))
+    mutated(params, exp_avgs, exp_avg_sqs, masters or [])
+
+
+@fake("adamw")
+def _(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    scale: Tensor | None,
+    number: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    addresses: list[int],
+) -> None:
+    return None
