@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..rope import rope_cos_sin
+from ..rounding import RoundingAddress
 from .case import Case, Function, Maker, widened
 
 EPS = 1e-5
@@ -161,3 +162,33 @@ def _optimizer(s: Sizes) -> Iterator[Case]:
         lambda f, v: (f(v[0]),),
         tolerance=1e-6,
     )
+    yield from _copies(s)
+
+
+def _copies(s: Sizes) -> Iterator[Case]:
+    """What an optimizer moves besides."""
+    rows, columns = s.elements // 2 // 1024 or 1, 1024
+    where = RoundingAddress(1, 1, 1, (0, 0), (rows, columns))
+    size = f"2 x {rows} x {columns}"
+
+    def wide(m: Maker) -> list[Tensor]:
+        return [m.normal(rows, columns, dtype=torch.float32) for _ in range(2)]
+
+    def scaled(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        op(v[0], 0.37)
+        return tuple(v[0])
+
+    def copied(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        targets = [torch.empty_like(t, dtype=torch.bfloat16) for t in v[0]]
+        op(targets, v[0])
+        return tuple(targets)
+
+    def rounded(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        targets = [torch.empty_like(t, dtype=torch.bfloat16) for t in v[0]]
+        op(targets, v[0], [where, where])
+        return tuple(targets)
+
+    yield Case("scale", size, lambda m: [[m.normal(rows, columns) for _ in range(2)]], scaled, in_place=(0,))
+    same = lambda v: tuple(widened(v)[0])  # noqa: E731
+    yield Case("cast_copy", f"{size}, to bfloat16", lambda m: [wide(m)], copied, exact=same, tolerance=2.0**-8)
+    yield Case("stochastic_round", size, lambda m: [wide(m)], rounded, exact=same, tolerance=2.0**-7)

@@ -17,6 +17,8 @@ _scale, _cast_copy = raw("scale"), raw("cast_copy")
 
 def scale(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """See stoker.kernels.scale; the same bits. tensors: float32, bfloat16 and float16, mixed or not."""
+    if not tensors:
+        return check_scale(tensors, factor)
     try:
         number, tensor = number_and_tensor(factor, tensors)
         with torch.no_grad():
@@ -28,6 +30,8 @@ def scale(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def cast_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """See stoker.kernels.cast_copy; the same bits. float32, bfloat16 and float16 into each other, mixed or not."""
+    if not targets:
+        return check_cast_copy(targets, sources)
     try:
         with torch.no_grad():
             _cast_copy(targets, sources)

@@ -12,7 +12,7 @@ def number_and_tensor(factor: float | Tensor, beside: Sequence[Tensor]) -> tuple
     """A factor as the raw ops take it: a number, or float32 on the tensors' device, which nobody waits for."""
     if not isinstance(factor, Tensor):
         return factor, None
-    return 1.0, factor.to(beside[0].device, torch.float32, non_blocking=True) if beside else None
+    return 1.0, factor.to(beside[0].device, torch.float32, non_blocking=True)
 
 
 def mutated(*lists: Sequence[Tensor]) -> None:

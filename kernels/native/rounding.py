@@ -16,6 +16,8 @@ _stochastic_round = raw("stochastic_round")
 
 def stochastic_round(targets: Sequence[Tensor], values: Sequence[Tensor], addresses: Sequence[RoundingAddress]) -> None:
     """See stoker.kernels.rounding; the same bits. Parts may be cut in at most three of their leading dimensions."""
+    if not targets:
+        return check_stochastic_round(targets, values, addresses)
     try:
         flat = flat_addresses(addresses, targets)
         with torch.no_grad():
