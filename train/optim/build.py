@@ -39,4 +39,4 @@ def optimizer_of(
     rest = [f for f in facts if not takes(f)]
     others = AdamW(Weights.of(shards, boxes, rest, config), config.optim, ops)
     weights = Weights.of(shards, boxes, matrices, config)
-    return Muon(weights, matrices, config.optim, grid.comms["stage"], others)
+    return Muon(weights, matrices, config.optim, grid.comms["stage"], others, ops)

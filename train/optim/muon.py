@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...conf.schema import OptimConfig
-from ...kernels import stochastic_round_
+from ...kernels import Ops
 from ..box import Box
 from ..comm import Communicator
 from ..linear import gradient_dtype
@@ -49,11 +49,12 @@ class Muon:
         config: OptimConfig,
         comm: Communicator,
         others: AdamW,
+        ops: Ops,
     ) -> None:
         """weights: those that Muon takes; facts: all of these in the group of ranks `comm` that holds whole layers, in
         one order; others: updates the rest. Collective; raises PeerLostError.
         """
-        self._weights, self._config, self._others = weights, config, others
+        self._weights, self._config, self._others, self._ops = weights, config, others, ops
         self._groups = groups(weights.facts, config)
         self._momentum = {n: torch.zeros_like(p, dtype=gradient_dtype(p.dtype)) for n, p in weights.shards.items()}
         self._rate = 1.0 if config.muon_lr is None else config.muon_lr / config.lr
@@ -78,6 +79,8 @@ class Muon:
                 for name in group.names:
                     self._momentum[name].lerp_(gradients[name] * grad_scale, 1 - self._config.muon_momentum)
                     self._update(name, orthogonal.pop(name), group, rate * self._rate * group.factor, update)
+            masters = self._weights.masters
+            self._ops.cast_copy([self._weights.shards[name] for name in masters], list(masters.values()))
         self._others.step(gradients, rate, update, grad_scale)
 
     def _orthogonalized(self, gradients: Mapping[str, Tensor], grad_scale: float) -> dict[str, Tensor]:
@@ -105,6 +108,4 @@ class Muon:
         step = rate * 0.2 * sqrt(max(weights.shape(name)[-2:]))
         target.mul_(1 - rate * group.weight_decay).sub_(orthogonal.to(target.dtype), alpha=step)
         if rounding is not None:
-            stochastic_round_(shard, target, rounding[0])
-        elif target is not shard:
-            shard.copy_(target)
+            self._ops.stochastic_round([shard], [target], rounding)
