@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "stoker kernels",
         description="The native CUDA kernels of this machine: docs/kernels.md.",
-        epilog="`stoker kernels` also takes KEY=VALUE and --config-dir as `stoker launch` does; container.*: done in there.",
+        epilog="`stoker kernels` also takes KEY=VALUE and --config-dir as `stoker launch`; container.*: done in there.",
     )
     verbs = p.add_subparsers(dest="verb", required=True)
     b = verbs.add_parser("build", help="compile them into the cache; needs nvcc and a C++ compiler, no GPU")
