@@ -36,21 +36,26 @@ def layernorm(
     Returns y: [..., D] in x's dtype; with residual (y, x + residual). All is computed in the accumulation dtype and
     rounded once. Raises ValueError when weight, bias or residual does not fit x.
     """
+    check_layernorm(x, weight, bias, residual)
+    if residual is None:
+        y: Tensor = apply(_LayerNorm, x, weight, bias, eps)
+        return y
+    total = x + residual
+    return apply(_LayerNorm, total, weight, bias, eps), total
+
+
+def check_layernorm(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None) -> None:
+    """ValueError when weight, bias or residual does not fit x."""
     if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(
             f"layernorm: weight has shape {tuple(weight.shape)}, bias {tuple(bias.shape)}, "
             f"x needs {tuple(x.shape[-1:])} of both"
         )
-    if residual is None:
-        y: Tensor = apply(_LayerNorm, x, weight, bias, eps)
-        return y
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"layernorm: residual is {residual.dtype} {tuple(residual.shape)}, x is {x.dtype} {tuple(x.shape)}; "
             "both must be alike"
         )
-    total = x + residual
-    return apply(_LayerNorm, total, weight, bias, eps), total
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "device.cuh"
 
@@ -86,8 +87,9 @@ struct Unit<4> {
 };
 }  // namespace detail
 
-// Aligned to min(16, N * sizeof(T)) bytes unless N is 1.
-template <class T, int N>
+// Aligned to min(16, N * sizeof(T)) bytes unless N is 1. kReadOnly: nobody writes there while the kernel runs, so the
+// compiler may read it before a write that comes first.
+template <class T, int N, bool kReadOnly = false>
 __device__ __forceinline__ Pack<T, N> load(const T* address) {
     Pack<T, N> pack;
     if constexpr (N == 1) {
@@ -98,7 +100,11 @@ __device__ __forceinline__ Pack<T, N> load(const T* address) {
         Unit units[bytes / sizeof(Unit)];
 #pragma unroll
         for (int i = 0; i < bytes / static_cast<int>(sizeof(Unit)); ++i) {
-            units[i] = reinterpret_cast<const Unit*>(address)[i];
+            if constexpr (kReadOnly) {
+                units[i] = __ldg(reinterpret_cast<const Unit*>(address) + i);
+            } else {
+                units[i] = reinterpret_cast<const Unit*>(address)[i];
+            }
         }
         memcpy(&pack, units, bytes);
     }
@@ -119,6 +125,87 @@ __device__ __forceinline__ void store(T* address, const Pack<T, N>& pack) {
             reinterpret_cast<Unit*>(address)[i] = units[i];
         }
     }
+}
+
+// ---- packs as a whole. Elements of 16 bits are taken as they came, two to a register: element by element, the compiler
+// gives each of them a register of its own.
+
+template <class T, int N>
+constexpr bool kPaired = std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half> ? N % 2 == 0 : false;
+
+template <class A, class T, int N>
+__device__ __forceinline__ Pack<A, N> widened(const Pack<T, N>& pack) {
+    Pack<A, N> wide;
+#ifndef STOKER_EMULATION
+    if constexpr (kPaired<T, N>) {
+        unsigned words[N / 2];
+        memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            if constexpr (std::is_same_v<T, __half>) {
+                __half2 pair;
+                memcpy(&pair, &words[i], sizeof(pair));
+                const float2 both = __half22float2(pair);
+                wide[2 * i] = both.x;
+                wide[2 * i + 1] = both.y;
+            } else {
+                wide[2 * i] = __uint_as_float(words[i] << 16);
+                wide[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+            }
+        }
+        return wide;
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        wide[i] = widen<A>(pack[i]);
+    }
+    return wide;
+}
+
+// To the nearest, ties to even.
+template <class T, class A, int N>
+__device__ __forceinline__ Pack<T, N> narrowed(const Pack<A, N>& wide) {
+    Pack<T, N> pack;
+#ifndef STOKER_EMULATION
+    if constexpr (kPaired<T, N>) {
+        unsigned words[N / 2];
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            if constexpr (std::is_same_v<T, __half>) {
+                const __half2 pair = __floats2half2_rn(wide[2 * i], wide[2 * i + 1]);
+                memcpy(&words[i], &pair, sizeof(pair));
+            } else {
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(wide[2 * i], wide[2 * i + 1]);
+                memcpy(&words[i], &pair, sizeof(pair));
+            }
+        }
+        memcpy(&pack, words, sizeof(pack));
+        return pack;
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        pack[i] = narrow<T>(wide[i]);
+    }
+    return pack;
+}
+
+// Has the compiler keep elements of 16 bits as they came until they are used again: it would rather widen them once and
+// keep that, in twice the registers.
+template <class T, int N>
+__device__ __forceinline__ void hold_packed(Pack<T, N>& pack) {
+#ifndef STOKER_EMULATION
+    if constexpr (kPaired<T, N>) {
+        unsigned words[N / 2];
+        memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+            asm volatile("" : "+r"(words[i]));
+        }
+        memcpy(&pack, words, sizeof(pack));
+    }
+#endif
 }
 
 }  // namespace stoker

@@ -46,36 +46,43 @@ __device__ __forceinline__ A block_sum(A value) {
     return value;
 }
 
-// out[c] = sum over r of partial[r, c], for partial sums [rows, width] that blocks have left.
-// A block has 32 columns; its warps take every kWarps-th row, and their sums are added in the order of the warps.
-template <class A, class W, int kThreads>
-__global__ void sum_rows(const A* __restrict__ partial, W* __restrict__ out, int64_t rows, int64_t width) {
-    constexpr int kWarps = kThreads / kWarpSize;
-    __shared__ A of_warp[kWarps][kWarpSize];
+// Sums over r of partial[r, c], which blocks have left in [rows, width]: into first[c], or second[c - split] from column
+// `split` on. A block has 32 columns; each of its warps takes every kth row, and their sums are added in one order.
+template <class A, class W>
+__global__ void __launch_bounds__(1024) sum_rows(const A* __restrict__ partial, W* __restrict__ first,
+                                                 W* __restrict__ second, int64_t split, int64_t rows, int64_t width) {
+    __shared__ A of_warp[kWarpSize][kWarpSize];
+    const int warps = static_cast<int>(blockDim.x) / kWarpSize;
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
     const int64_t column = int64_t{blockIdx.x} * kWarpSize + lane;
     A sum = 0;
     if (column < width) {
-        for (int64_t row = warp; row < rows; row += kWarps) {
+#pragma unroll 8
+        for (int64_t row = warp; row < rows; row += warps) {
             sum += partial[row * width + column];
         }
     }
     of_warp[warp][lane] = sum;
     __syncthreads();
     if (warp == 0 && column < width) {
-        for (int i = 1; i < kWarps; ++i) {
+        for (int i = 1; i < warps; ++i) {
             sum += of_warp[i][lane];
         }
-        out[column] = narrow<W>(sum);
+        (column < split ? first[column] : second[column - split]) = narrow<W>(sum);
     }
 }
 
 template <class A, class W>
-void launch_sum_rows(const A* partial, W* out, int64_t rows, int64_t width, void* stream) {
-    constexpr int kThreads = 256;
+void launch_sum_rows(const A* partial, W* first, W* second, int64_t split, int64_t rows, int64_t width, void* stream) {
     const auto blocks = static_cast<unsigned>((width + kWarpSize - 1) / kWarpSize);
-    STOKER_LAUNCH((sum_rows<A, W, kThreads>), blocks, kThreads, 0, stream, partial, out, rows, width);
+    const auto warps = static_cast<unsigned>(std::clamp<int64_t>(rows / 8, 1, kWarpSize));
+    STOKER_LAUNCH((sum_rows<A, W>), blocks, warps * kWarpSize, 0, stream, partial, first, second, split, rows, width);
+}
+
+template <class A, class W>
+void launch_sum_rows(const A* partial, W* out, int64_t rows, int64_t width, void* stream) {
+    launch_sum_rows<A, W>(partial, out, out, width, rows, width, stream);
 }
 
 }  // namespace stoker
