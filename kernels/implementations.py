@@ -20,6 +20,7 @@ Function = Callable[..., Any]
 # op -> module below native/ that has a function of that name; it is imported after the library has been loaded.
 NATIVE = {
     "rmsnorm": "rmsnorm",
+    "layernorm": "layernorm",
     "rope": "rope",
     "swiglu": "glu",
     "geglu": "glu",

@@ -75,9 +75,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tens
 
 
 @fake("layernorm_residual")
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape), _per_row(x), _per_row(x)
 
 
