@@ -1,4 +1,4 @@
-"""`python -m stoker.kernels build|list|show`: building the native kernels and looking at what is built.
+"""`python -m stoker.kernels build|list|show|bench`: building the native kernels, looking at what is built, timing it.
 
 Owns: the arguments and what is printed. `stoker kernels` becomes this, inside the container if there is one.
 """
@@ -19,6 +19,11 @@ from .native.build import ARCHITECTURES, Target, build
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["bench"]:
+        from .bench.__main__ import main as bench  # has arguments of its own
+
+        return bench(argv[1:])
     arguments = _parser().parse_args(argv)
     # As ^C: what is under way ends, and leaves nothing.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -50,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs.add_parser("list", help="what is built")
     verbs.add_parser("show", help="which implementations this machine has, op by op, and what the others lack")
+    verbs.add_parser("bench", help="time them on this machine: `stoker bench kernels`")
     return p
 
 

@@ -32,6 +32,7 @@ VERBS = {
     "track": ("track", "send a run's metrics to Weights & Biases, live or later"),
     "plot": ("plot", "draw a run's loss, with what interrupted it (needs matplotlib)"),
     "checkpoint": ("checkpoint", "list, show, verify, compare, prune, average, import and export checkpoints"),
+    "bench": ("bench", "time the kernels' implementations on this machine"),
     "kernels": ("kernels", "build the native CUDA kernels, and show which there are"),
     "data": ("data", "prepare data: `stoker data tokenize`"),
     "report": ("report", "a run as Markdown, or all for a bug report in one archive"),

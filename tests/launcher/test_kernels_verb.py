@@ -149,3 +149,16 @@ def test_configured_architectures_are_built(tmp_path: Path, monkeypatch: pytest.
         ["stoker.kernels", "build", "--arch=90,100"],
         ["stoker.kernels", "build", "--arch", "80"],
     ]
+
+
+def test_bench_kernels_times_an_op_and_names_what_it_does_not_know(tmp_path: Path) -> None:
+    def bench(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "stoker.launcher.cli", "bench", *words]
+        environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+
+    done = bench("kernels", "gelu", "--rounds", "1", "--no-compile")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split()[:5] == ["gelu", "24", "x", "96", "reference"]
+    assert "there is: stoker bench kernels" in bench("disks").stderr
+    assert bench().returncode == 2
