@@ -1,4 +1,4 @@
-"""LayerNorm by csrc/layernorm.cu: the op's signature over the raw ops, and its gradients. Import after `library.load`."""
+"""LayerNorm by csrc/layernorm.cu: signature over the raw ops, and gradients. Import after `library.load`."""
 
 from __future__ import annotations
 
