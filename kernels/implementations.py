@@ -32,7 +32,12 @@ NATIVE = {
     "stochastic_round": "rounding",
 }
 # op -> (module below apex/, called as the extension that it calls; variable that has apex's build make the extension)
-APEX: dict[str, tuple[str, str]] = {}
+APEX: dict[str, tuple[str, str]] = {
+    "adamw": ("amp_C", "APEX_CUDA_EXT"),
+    "l2norm": ("amp_C", "APEX_CUDA_EXT"),
+    "scale": ("amp_C", "APEX_CUDA_EXT"),
+    "cast_copy": ("amp_C", "APEX_CUDA_EXT"),
+}
 
 
 def _nothing(_: Device) -> None:
