@@ -1,7 +1,7 @@
 """AdamW, norm, scaling and copying of lists of tensors by apex's extension amp_C, called as apex's own optimizers do.
 
 Owns: what amp_C asks for beyond our ops (one dtype per call, contiguous tensors, no empty ones, numbers on the device)
-and what of our ops it has not. Signatures: github.com/NVIDIA/apex, csrc/amp_C_frontend.cpp and csrc/multi_tensor_adam.cu,
+and what of our ops it has not. Signatures: github.com/NVIDIA/apex, csrc/amp_C_frontend.cpp, csrc/multi_tensor_adam.cu,
 multi_tensor_l2norm_kernel.cu, multi_tensor_scale_kernel.cu. Never run on hardware.
 """
 
