@@ -1,4 +1,4 @@
-"""`python -m stoker.kernels build|list|show|bench`: building the native kernels, looking at what is built, timing it.
+"""`python -m stoker.kernels build|list|show|report|bench`: building the native kernels, looking at what is built, timing it.
 
 Owns: the arguments and what is printed. `stoker kernels` becomes this, inside the container if there is one.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .device import Device
-from .native import cache, ready
+from .native import cache, ready, report
 from .native.build import ARCHITECTURES, Target, build
 
 
@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.verb == "build":
             return _build(arguments.arch)
+        if arguments.verb == "report":
+            return _report(arguments.arch or ARCHITECTURES, arguments.write)
         return _list() if arguments.verb == "list" else _show()
     except KeyboardInterrupt:
         return 130
@@ -47,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = p.add_subparsers(dest="verb", required=True)
     b = verbs.add_parser("build", help="compile them into the cache; needs nvcc and a C++ compiler, no GPU")
+    r = verbs.add_parser("report", help="registers, spills, shared memory and 16-byte accesses of each kernel")
+    r.add_argument("--arch", type=_architectures, metavar="80,90,100", help="default: 80,90,100")
+    r.add_argument("--write", type=Path, metavar="FILE", help="a dated report in Markdown instead of the table alone")
     b.add_argument(
         "--arch",
         type=_architectures,
@@ -72,6 +77,18 @@ def _build(architectures: tuple[int, ...] | None) -> int:
         architectures = ARCHITECTURES if device.capability is None else (device.capability,)
     print(build(Target(architectures), say=lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
+
+
+def _report(architectures: tuple[int, ...], file: Path | None) -> int:
+    """1 if a kernel is not what its source claims."""
+    found = report.examine(build(Target(architectures), say=lambda line: print(line, file=sys.stderr, flush=True)))
+    if file is None:
+        print(found.table(), end="")
+    else:
+        file.write_text(found.page(time.strftime("%Y-%m-%d")), encoding="utf-8")
+    for line in found.violations:
+        print(f"stoker kernels: {line}", file=sys.stderr)
+    return 1 if found.violations else 0
 
 
 def _device() -> Device:

@@ -65,6 +65,7 @@ __device__ __forceinline__ void turn(Pack<T, N> (&x)[2], const Pack<Acc<T>, N>& 
 }
 
 // Both packs of a pair are read before either is written, by one lane: `to` may be `from`.
+// claim: rope_kernel<\w+, [48], .*>: 16-byte loads and stores
 template <class T, int N, bool kInterleaved>
 __global__ void rope_kernel(Heads<T> q, Heads<T> k, Angles<Acc<T>> angles, int64_t rows, int64_t length, int width,
                             bool copies_rest) {
