@@ -242,9 +242,9 @@ class Report:
             f"{', '.join(f'`{name}`' for name in spilling) or 'none'}.",
             *broken,
             "",
-            "Again: `python -m stoker.kernels report --write FILE`. Figures of architectures that differ stand in the order",
-            "of the heading. Loads and stores are instructions that move 16 bytes or more per thread from or to global",
-            "memory; a kernel for rows that are not a multiple of 16 bytes has none.",
+            "Again: `python -m stoker.kernels report --write FILE`. Figures that differ between architectures stand in",
+            "the heading's order. Loads and stores are instructions that move 16 bytes or more per thread from or to",
+            "global memory; a kernel for rows that are not a multiple of 16 bytes has none.",
             "",
             self.table(),
         ]
