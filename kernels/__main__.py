@@ -1,4 +1,4 @@
-"""`python -m stoker.kernels build|list|show|report|bench`: building the native kernels, looking at what is built, timing it.
+"""`python -m stoker.kernels build|list|show|report|bench`: native kernels are built, looked at and timed.
 
 Owns: the arguments and what is printed. `stoker kernels` becomes this, inside the container if there is one.
 """
