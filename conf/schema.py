@@ -310,6 +310,10 @@ class KernelsConfig:
     scale: str | None = None  # many tensors times one factor
     cast_copy: str | None = None  # many tensors into others of another dtype
     stochastic_round: str | None = None  # float32 to bfloat16 at random, for weights without masters
+    moe_topk: str | None = None  # choice of experts and their weights
+    moe_sort: str | None = None  # order of tokens' copies by expert, counts
+    moe_permute: str | None = None  # rows of tokens into that order
+    moe_unpermute: str | None = None  # and back: weighted sums of each token's copies
     strict: bool = (
         True  # an implementation that is asked for, or native on a GPU, and is not there: error; false: reference
     )

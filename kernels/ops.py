@@ -17,6 +17,8 @@ from .gelu import Gelu
 from .l2norm import L2Norm
 from .layernorm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropy
+from .moe_permute import MoePermute, MoeSort, MoeUnpermute
+from .moe_topk import MoeTopk
 from .rmsnorm import RmsNorm
 from .rope import Rope
 from .rounding import StochasticRound
@@ -54,6 +56,10 @@ class Ops:
     scale: Scale
     cast_copy: CastCopy
     stochastic_round: StochasticRound
+    moe_topk: MoeTopk
+    moe_sort: MoeSort
+    moe_permute: MoePermute
+    moe_unpermute: MoeUnpermute
     choices: tuple[Choice, ...]
 
 

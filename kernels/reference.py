@@ -10,6 +10,8 @@ from .gelu import gelu
 from .l2norm import l2norm
 from .layernorm import layernorm
 from .linear_cross_entropy import linear_cross_entropy
+from .moe_permute import moe_permute, moe_sort, moe_unpermute
+from .moe_topk import moe_topk
 from .rmsnorm import rmsnorm
 from .rope import rope
 from .rounding import stochastic_round
@@ -29,6 +31,10 @@ __all__ = [
     "l2norm",
     "layernorm",
     "linear_cross_entropy",
+    "moe_permute",
+    "moe_sort",
+    "moe_topk",
+    "moe_unpermute",
     "rmsnorm",
     "rope",
     "scale",

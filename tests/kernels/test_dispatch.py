@@ -63,6 +63,10 @@ def test_the_ops_of_this_package():
         "scale",
         "cast_copy",
         "stochastic_round",
+        "moe_topk",
+        "moe_sort",
+        "moe_permute",
+        "moe_unpermute",
     )
 
 

@@ -1,7 +1,8 @@
 """Mixture of experts: a router sends each token through a few of many feed-forward layers, and a shared one if wanted.
 
-Owns: scores, choice and weights, the terms that keep experts equally loaded, and a layer's statistics. Does not own:
-how tokens get to their experts (parallel/experts.py), or when the bias moves and what is reported (the loop).
+Owns: scores, the terms that keep experts equally loaded, and a layer's statistics. Does not own: choice and weights
+(kernels/moe_topk.py), how tokens get to their experts (parallel/experts.py), or when the bias moves and what is
+reported (the loop).
 
 Families: Mixtral (softmax, normalised: the same as a softmax over the chosen logits), Qwen3-MoE (softmax), DeepSeek-V3
 (sigmoid, bias). The choice of experts has no derivative; the weights' goes through scores and logits.
@@ -60,6 +61,7 @@ class MixtureOfExperts(Branch):
         name, config = f"blocks.{layer}.ffn", parts.config
         super().__init__(parts, name)
         self.config, self.queue, self.axis, self.name, self.layer = config, parts.queue, parts.experts, name, layer
+        self.topk = parts.ops.moe_topk
         # Ranks that hold other parts of the same sequences.
         self.sequence_comms = [parts.grid.tensor, parts.grid.context]
         self.router = parts.parameter(f"{name}.router")
@@ -96,14 +98,8 @@ class MixtureOfExperts(Branch):
 
     def _choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """(expert numbers [T, K] int64, their weights [T, K])."""
-        config = self.config
-        with torch.no_grad():
-            biased_TE = scores_TE if self.router_bias is None else scores_TE + self.router_bias
-            choice_TK = biased_TE.topk(config.experts_per_token, dim=-1).indices
-        weights_TK = scores_TE.gather(-1, choice_TK)
-        if config.router_normalize:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be next to 0
-        return choice_TK, weights_TK * config.router_scale
+        config, bias_E = self.config, self.router_bias
+        return self.topk(scores_TE, config.experts_per_token, bias_E, config.router_normalize, config.router_scale)
 
     def _auxiliary(self, logits_TE: Tensor, scores_TE: Tensor, choice_TK: Tensor, rows: TokenRows) -> Tensor:
         """This rank's part of the terms, a scalar in the logits' dtype."""

@@ -56,7 +56,7 @@ class Parts:
         table = table or decoder_table(config, axis.cuts_tokens, grid.pipeline.size > 1)
         context = ContextAxis(grid.context, context_method, ops.attention)
         recompute = Recompute.of(memory or MemoryConfig(), ops)
-        experts, device = ExpertAxis(grid.expert), device or grid.device
+        experts, device = ExpertAxis(grid.expert, ops), device or grid.device
         return Parts(config, recompute.ops, queue, table, grid, axis, context, experts, recompute, device, dtype)
 
     def parameter(self, name: str) -> nn.Parameter:

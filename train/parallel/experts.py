@@ -1,7 +1,8 @@
 """Expert parallelism: tokens travel to the ranks that hold the experts they chose, and back (dropless: none is cut).
 
-Owns: the exchange of counts, the order in which copies of tokens lie, both all-to-alls and their derivatives. Does not
-own: who chooses which expert and why, or what an expert computes (the mixture of experts).
+Owns: the exchange of counts, both all-to-alls and their derivatives, and the order in which copies of tokens arrive.
+Does not own: who chooses which expert and why, or what an expert computes (the mixture of experts), or the order in
+which a rank sends copies and how rows are moved into it (kernels/moe_permute.py).
 
 Every copy of a token has a fixed place: by expert, then by the rank it came from, then by token. Sums over the copies
 of a token run in the order of its choices, without atomic additions: two runs of one layout agree bit by bit.
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels.numerics import accumulate_dtype, apply
+from ...kernels import Ops
+from ...kernels.numerics import apply
 from ..comm import Communicator, Work
 
 
@@ -45,10 +47,8 @@ class Groups:
 class Routes:
     """Where the copies of this rank's tokens go: made once per forward pass, used on every way."""
 
-    tokens_N: Tensor  # int64: which token each copy is of, in the order in which copies are sent
-    copies_N: Tensor  # int64: which of the T x K choices it is
-    places_TK: Tensor  # int64: where each choice's copy lies among the N; anywhere for padding
-    real_T1: Tensor | None  # bool: which tokens are no padding; None: all
+    copies_N: Tensor  # int64: which of the T x K choices each copy is, in the order in which copies are sent
+    places_TK: Tensor  # int64: where each choice's copy lies among the N; behind them for padding
     send: tuple[int, ...]  # rows to each rank
     receive: tuple[int, ...]  # rows from each rank
     by_expert_M: Tensor | None  # int64: from the order of arrival (rank, expert) to (expert, rank); None: the same
@@ -60,8 +60,8 @@ class Routes:
 class ExpertAxis:
     """The ranks that share one set of experts: rank r of R holds the experts r x E / R and on, E / R of them."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator, ops: Ops) -> None:
+        self.comm, self.ops = comm, ops
 
     def local(self, num_experts: int) -> int:
         """How many of the experts this rank holds."""
@@ -75,27 +75,20 @@ class ExpertAxis:
         choice_TK: int64, expert numbers, distinct within a row. is_real_T: bool, False for tokens that only fill up:
         they are sent nowhere and counted nowhere; None: all are real. Raises PeerLostError.
         """
-        size, device, (tokens, choices) = self.comm.size, choice_TK.device, choice_TK.shape
+        size = self.comm.size
         if is_real_T is not None:
             choice_TK = choice_TK.masked_fill(~is_real_T[:, None], num_experts)  # behind all experts, and cut off there
-        flat = choice_TK.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        load_E = _histogram(flat, num_experts + 1)[:num_experts]
+        copies, places_TK, load_E = self.ops.moe_sort(choice_TK, num_experts)
         arriving_RE = self.comm.all_to_all(load_E).view(size, -1)
         if choice_TK.is_meta:
-            sent, arriving = _even(tokens * choices, num_experts, size, self.comm.rank)
+            sent, arriving = _even(len(copies), num_experts, size, self.comm.rank)
         else:
             sent, arriving = torch.stack([load_E.view(size, -1), arriving_RE]).tolist()
-        copies_N = order[: sum(map(sum, sent))]
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=device)
         by_expert_M, by_rank_M = _regroup(arriving_RE, sum(map(sum, arriving)))
         counts = tuple(map(sum, zip(*arriving, strict=True)))
         return Routes(
-            tokens_N=copies_N // choices,
-            copies_N=copies_N,
-            places_TK=places.clamp_(max=max(0, len(copies_N) - 1)).view(tokens, choices),
-            real_T1=None if is_real_T is None else is_real_T[:, None],
+            copies_N=copies[: sum(map(sum, sent))],
+            places_TK=places_TK,
             send=tuple(map(sum, sent)),
             receive=tuple(map(sum, arriving)),
             by_expert_M=by_expert_M,
@@ -107,17 +100,16 @@ class ExpertAxis:
     def dispatch(self, x_TD: Tensor, routes: Routes) -> Transfer:
         """Send the copies off; `Transfer.arrive` waits for those of this rank's experts. Raises PeerLostError."""
         transfer = Transfer(self.comm, routes)
-        transfer.rows = apply(_Send, x_TD, transfer)
+        transfer.rows = apply(_Send, self.ops.moe_permute(x_TD, routes.copies_N, routes.places_TK), transfer)
         return transfer
 
     def combine(self, rows_MD: Tensor, weights_TK: Tensor, routes: Routes) -> Tensor:
         """Send what the experts made of the copies back, and sum each token's by weight: [T, D], in the rows' dtype.
 
-        weights_TK: in at least float32; the sum is formed in their dtype. Padding gets 0. Raises PeerLostError.
+        weights_TK: accumulate_dtype of the rows; the sum is formed in their dtype. Padding gets 0. Raises PeerLostError.
         """
-        if routes.real_T1 is not None:
-            weights_TK = weights_TK * routes.real_T1
-        return apply(_Combine, rows_MD, weights_TK, self.comm, routes)
+        back_ND = apply(_Return, rows_MD, self.comm, routes)
+        return self.ops.moe_unpermute(back_ND, routes.copies_N, routes.places_TK, weights_TK)
 
 
 class Transfer:
@@ -139,10 +131,10 @@ class Transfer:
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, transfer: Transfer) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
         routes = transfer.routes
-        rows, transfer.work = transfer.comm.all_to_all_async(x_TD[routes.tokens_N], routes.send, routes.receive)
+        rows, transfer.work = transfer.comm.all_to_all_async(rows_ND, routes.send, routes.receive)
         return rows
 
     @staticmethod
@@ -152,7 +144,7 @@ class _Send(torch.autograd.Function):
         transfer = ctx.transfer
         transfer.work.wait()
         grad_ND, transfer.grad_ND = transfer.grad_ND, None
-        return _sum_copies(grad_ND, transfer.routes), None
+        return grad_ND, None
 
 
 class _Arrive(torch.autograd.Function):
@@ -171,45 +163,22 @@ class _Arrive(torch.autograd.Function):
         return grad_MD.new_zeros(1, 1).expand_as(grad_MD), None
 
 
-class _Combine(torch.autograd.Function):
+class _Return(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, weights_TK: Tensor, comm: Communicator, routes: Routes) -> Tensor:
-        rows_MD = _rearranged(rows_MD, routes.by_rank_M)
-        back_ND = comm.all_to_all(rows_MD, routes.receive, routes.send)
-        ctx.save_for_backward(back_ND, weights_TK)
+    def forward(ctx: Any, rows_MD: Tensor, comm: Communicator, routes: Routes) -> Tensor:
         ctx.comm, ctx.routes = comm, routes
-        return _sum_copies(back_ND, routes, weights_TK)
+        return comm.all_to_all(_rearranged(rows_MD, routes.by_rank_M), routes.receive, routes.send)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (back_ND, weights_TK), routes = ctx.saved_tensors, ctx.routes
-        grad_TD = grad_TD.to(weights_TK.dtype)
-        grad_weights_TK = torch.zeros_like(weights_TK)
-        if len(back_ND):
-            for k, places_T in enumerate(routes.places_TK.unbind(1)):
-                grad_weights_TK[:, k] = (grad_TD * back_ND[places_T]).sum(-1)
-        weights_N1 = weights_TK.reshape(-1)[routes.copies_N, None]
-        grad_ND = (grad_TD[routes.tokens_N] * weights_N1).to(back_ND.dtype)
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
+        routes = ctx.routes
         grad_MD = ctx.comm.all_to_all(grad_ND, routes.send, routes.receive)
-        return _rearranged(grad_MD, routes.by_expert_M), grad_weights_TK, None, None
+        return _rearranged(grad_MD, routes.by_expert_M), None, None
 
 
 def _rearranged(rows: Tensor, order: Tensor | None) -> Tensor:
     return rows.view_as(rows) if order is None else rows[order]
-
-
-def _sum_copies(rows_ND: Tensor, routes: Routes, weights_TK: Tensor | None = None) -> Tensor:
-    """Each token's copies, times their weights, summed in the order of its choices: [T, D]; padding gets 0."""
-    dtype = accumulate_dtype(rows_ND.dtype) if weights_TK is None else weights_TK.dtype
-    tokens, choices = routes.places_TK.shape
-    total_TD = torch.zeros(tokens, rows_ND.shape[1], dtype=dtype, device=rows_ND.device)
-    for k in range(choices if len(rows_ND) else 0):
-        copy_TD = rows_ND[routes.places_TK[:, k]]
-        total_TD += copy_TD if weights_TK is None else copy_TD * weights_TK[:, k, None]
-    if weights_TK is None and routes.real_T1 is not None:
-        total_TD.masked_fill_(~routes.real_T1, 0.0)
-    return total_TD.to(rows_ND.dtype)
 
 
 def _even(copies: int, num_experts: int, ranks: int, rank: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -219,12 +188,6 @@ def _even(copies: int, num_experts: int, ranks: int, rank: int) -> tuple[list[li
     load = [each[0] + (e < each[1]) for e in range(num_experts)]
     sent = [load[r * local : (r + 1) * local] for r in range(ranks)]
     return sent, [sent[rank]] * ranks
-
-
-def _histogram(numbers: Tensor, bins: int) -> Tensor:
-    """How often 0, 1, .. bins - 1 occur: int64, without the wait for the device that torch.bincount brings."""
-    counts = torch.zeros(bins, dtype=torch.int64, device=numbers.device)
-    return counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _regroup(arriving_RE: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
