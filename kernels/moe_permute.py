@@ -72,9 +72,9 @@ def moe_unpermute(rows: Tensor, copies: Tensor, places: Tensor, weights: Tensor)
     """For each token the weighted sum of its copies.
 
     rows: [N, D], float. copies, places: as for `moe_permute`. weights: [T, k] in accumulate_dtype of rows, in which the
-    sum is formed.
-    Returns y [T, D], y[t] being the sum of weights[t, k] rows[places[t, k]] in the order of k, rounded once, to rows'
-    dtype. A place of N or more adds nothing, and the gradient of its weight is 0. Differentiable in rows and weights. Raises ValueError for what does not fit.
+    sum is formed. Returns y [T, D]: y[t] is the sum of weights[t, k] rows[places[t, k]] in the order of k, rounded
+    once, to rows' dtype. A place of N or more adds nothing, and the gradient of its weight is 0. Differentiable in rows
+    and weights. Raises ValueError for what does not fit.
     """
     check_moe_unpermute(rows, copies, places, weights)
     y: Tensor = apply(_Unpermute, rows, copies, places, weights)
@@ -163,7 +163,8 @@ def check_moe_unpermute(rows: Tensor, copies: Tensor, places: Tensor, weights: T
 def _check_indices(op: str, copies: Tensor, places: Tensor) -> None:
     if copies.dim() != 1 or copies.dtype != torch.int64 or places.dtype != torch.int64:
         raise ValueError(
-            f"{op}: copies are {copies.dtype} {tuple(copies.shape)}, places {places.dtype}; expected what moe_sort returns"
+            f"{op}: copies are {copies.dtype} {tuple(copies.shape)}, places {places.dtype}; "
+            "expected what moe_sort returns"
         )
     if copies.shape[0] > places.numel():
         raise ValueError(f"{op}: {copies.shape[0]} copies of {places.numel()} choices")

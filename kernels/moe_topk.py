@@ -30,7 +30,7 @@ def moe_topk(
     experts are chosen, and nowhere else (Wang et al. 2024, arXiv:2408.15664). normalize: weights of a token are divided
     by their sum. scale: then multiplies them.
     Returns (choice [T, k] int64, highest first, distinct within a row; weights [T, k] in scores' dtype). Weights have a
-    derivative with respect to the scores that were chosen; the choice has none. Raises ValueError for what does not fit.
+    derivative with respect to the scores that were chosen; the choice has none. Raises ValueError for misfits.
     """
     check_moe_topk(scores, k, bias)
     with torch.no_grad():

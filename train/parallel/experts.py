@@ -106,7 +106,7 @@ class ExpertAxis:
     def combine(self, rows_MD: Tensor, weights_TK: Tensor, routes: Routes) -> Tensor:
         """Send what the experts made of the copies back, and sum each token's by weight: [T, D], in the rows' dtype.
 
-        weights_TK: accumulate_dtype of the rows; the sum is formed in their dtype. Padding gets 0. Raises PeerLostError.
+        weights_TK: accumulate_dtype of the rows; the sum is formed in it. Padding gets 0. Raises PeerLostError.
         """
         back_ND = apply(_Return, rows_MD, self.comm, routes)
         return self.ops.moe_unpermute(back_ND, routes.copies_N, routes.places_TK, weights_TK)
