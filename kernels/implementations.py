@@ -19,6 +19,7 @@ Function = Callable[..., Any]
 
 # op -> module below native/ that has a function of that name; it is imported after the library has been loaded.
 NATIVE = {
+    "moe_topk": "moe_topk",
     "rmsnorm": "rmsnorm",
     "layernorm": "layernorm",
     "rope": "rope",

@@ -17,6 +17,7 @@
 #include <vector_functions.h>
 #include <vector_types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -157,6 +158,30 @@ inline int __any_sync(unsigned mask, int predicate, const char* file = __builtin
 
 inline int __all_sync(unsigned mask, int predicate, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return stoker::emulation::ballot(mask, predicate, {"__all_sync", file, line}) == 0xffffffffu;
+}
+
+// Of 32-bit numbers; in hardware since compute capability 8.0.
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, const char* file = __builtin_FILE(),
+                                  int line = __builtin_LINE()) {
+    const uint64_t* values = stoker::emulation::exchange(mask, value, {"__reduce_max_sync", file, line});
+    return static_cast<unsigned>(*std::max_element(values, values + warpSize));
+}
+
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value, const char* file = __builtin_FILE(),
+                                  int line = __builtin_LINE()) {
+    const uint64_t* values = stoker::emulation::exchange(mask, value, {"__reduce_min_sync", file, line});
+    return static_cast<unsigned>(*std::min_element(values, values + warpSize));
+}
+
+// The lanes that have this lane's value.
+inline unsigned __match_any_sync(unsigned mask, unsigned value, const char* file = __builtin_FILE(),
+                                 int line = __builtin_LINE()) {
+    const uint64_t* values = stoker::emulation::exchange(mask, value, {"__match_any_sync", file, line});
+    unsigned lanes = 0;
+    for (int i = 0; i < warpSize; ++i) {
+        lanes |= static_cast<unsigned>(values[i] == value) << i;
+    }
+    return lanes;
 }
 
 // Integers only: the order of float additions would change the result.
