@@ -25,6 +25,7 @@ __device__ __forceinline__ uint32_t order_key(float value) {
     return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 
+#ifdef STOKER_EMULATION
 __device__ __forceinline__ uint64_t order_key(double value) {
     if (value != value) {
         return 0xffffffffffffffffull;
@@ -34,6 +35,7 @@ __device__ __forceinline__ uint64_t order_key(double value) {
     memcpy(&bits, &value, sizeof(bits));
     return bits >> 63 != 0 ? ~bits : bits | 0x8000000000000000ull;
 }
+#endif
 
 template <class Key>
 __device__ __forceinline__ Key highest_of_warp(Key key) {
