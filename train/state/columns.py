@@ -41,7 +41,12 @@ def from_runs(runs: Sequence[Sequence[int]], size: int) -> Column:
         [[begin, by, count]] = runs
         if count == size:
             return np.arange(size, dtype=np.int64) * by + begin
-    first, step, counts = np.array(runs, np.int64).reshape(-1, 3).T
+    return from_columns(np.array(runs, np.int64), size)
+
+
+def from_columns(runs: Column, size: int) -> Column:
+    """The same of runs that are numbers already, in any shape. Raises ValueError."""
+    first, step, counts = runs.reshape(-1, 3).T
     if (counts < 1).any() or counts.sum() != size:
         raise ValueError(f"runs of other than {size} values")
     place = np.arange(size, dtype=np.int64) - np.repeat(counts.cumsum() - counts, counts)  # within its run

@@ -12,6 +12,7 @@ a slice's first byte in it. Slices are sorted by their start.
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +27,16 @@ from ...launcher.run.files import to_json
 from ...launcher.run.manifest import INDEX, OFFSETS, FileEntry, InvalidCheckpointError, describe, shard_name
 from ..box import Box
 from ..storage.base import Target
-from .columns import Column, from_runs, to_runs
+from .columns import Column, from_columns, from_runs, to_runs
 from .entry import DTYPES
+from .regions import Regions
 from .segment import Placed
 from .writer import shard_number, write_small
 
 _NAME_AT = len('{"name":')
 _SLICES = b',"slices":'
+_AT, _START = ',"at":', ',"start":'  # a name cannot have these: in it, quotes are escaped
+_RUNS = re.compile(r"\[(\[-?\d+,-?\d+,\d+\],?)*\]")
 _READERS = 16  # parts read at a time: each is small, and a file of another node takes a round trip
 
 
@@ -55,27 +59,13 @@ class Line:
     shape: tuple[int, ...]
     files: Column  # [slices]: number of the shard
     at: Column  # [slices]: first byte in it
-    starts: Column  # [dims, slices]
-    shapes: Column  # [dims, slices]
+    regions: Regions
 
     def meeting(self, box: Box) -> list[tuple[Stored, Box]]:
         """The slices that have elements of `box`, each with the region that they have in common."""
-        if box.numel == 0:
-            return []
-        low, size = (np.array(a, np.int64).reshape(-1, 1) for a in (box.start, box.shape))
-        first = np.maximum(self.starts, low)
-        count = np.minimum(self.starts + self.shapes, low + size) - first
-        hit = np.flatnonzero((count > 0).all(axis=0))
-        rows = zip(
-            self.files[hit].tolist(),
-            self.at[hit].tolist(),
-            *(a[:, hit].T.tolist() for a in (self.starts, self.shapes, first, count)),
-            strict=True,
-        )
-        return [
-            (Stored(shard_name(file), at, Box(tuple(start), tuple(shape))), Box(tuple(a), tuple(n)))
-            for file, at, start, shape, a, n in rows
-        ]
+        hit, found = self.regions.meeting(box)
+        places = zip(self.files[hit].tolist(), self.at[hit].tolist(), found, strict=True)
+        return [(Stored(shard_name(file), at, whole), common) for file, at, (whole, common) in places]
 
 
 def part_name(rank: int) -> str:
@@ -160,6 +150,7 @@ class Index:
 
     def __init__(self, index: bytes | bytearray, offsets: bytes | bytearray, where: str) -> None:
         self._data, self._where = index, where
+        self._regions: dict[str, Regions] = {}  # by text: layers are divided alike
         self._offsets = struct.unpack(f"<{len(offsets) // 8}Q", offsets[: len(offsets) // 8 * 8])
 
     def __len__(self) -> int:
@@ -196,14 +187,39 @@ class Index:
 
     def _parse(self, number: int) -> Line:
         try:
-            raw = json.loads(self._line(number))
+            # What tells tensors apart is parsed one by one. The places in the files are the longest part of a line.
+            text, is_ours, rest = self._line(number).partition(_AT)
+            places, is_so, divided = rest.partition(_START)
+            if not is_ours or not is_so:
+                raise ValueError("not as it is written here")
+            raw = json.loads(f"{text}}}}}")
             slices, shape = raw["slices"], tuple(raw["shape"])
             count = slices["count"]
-            files, at = from_runs(slices["file"], count), from_runs(slices["at"], count)
-            starts, shapes = (
-                np.array([from_runs(runs, count) for runs in slices[key]], np.int64).reshape(len(shape), count)
-                for key in ("start", "shape")
-            )
-            return Line(number, raw["name"], raw["dtype"], shape, files, at, starts, shapes)
+            files, at = from_runs(slices["file"], count), from_columns(_numbers_of(places), count)
+            regions = self._regions.get(divided)
+            if regions is None:
+                regions = self._regions[divided] = _regions_of(divided, len(shape), count)
+            if regions.starts.shape != (len(shape), count):
+                raise ValueError(f"regions of other than {count} slices of {len(shape)} dims")
+            return Line(number, raw["name"], raw["dtype"], shape, files, at, regions)
         except (ValueError, KeyError, TypeError) as e:
             raise InvalidCheckpointError(f"{self._where}: line {number + 1}: {e}") from e
+
+
+def _numbers_of(runs: str) -> Column:
+    """All that is in JSON's `[[1,2,3],[4,5,6]]`. Raises ValueError."""
+    if runs == "[]":
+        return np.zeros(0, np.int64)
+    if not _RUNS.fullmatch(runs):
+        raise ValueError(f"no runs: {runs[:40]}")
+    return np.fromstring(runs.replace("[", "").replace("]", ""), np.int64, sep=",")
+
+
+def _regions_of(text: str, dims: int, count: int) -> Regions:
+    """text: a line from behind `"start":` on."""
+    slices = json.JSONDecoder().decode(f'{{"start":{text.rstrip()[:-1]}')
+    starts, shapes = (
+        np.array([from_runs(runs, count) for runs in slices[key]], np.int64).reshape(dims, count)
+        for key in ("start", "shape")
+    )
+    return Regions(starts, shapes)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import struct
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -226,3 +227,25 @@ def test_fields_of_other_types_are_damage_even_with_a_right_checksum(
     path.write_text(json.dumps(raw | {"crc32": m._digest(body)}))
     with pytest.raises(InvalidCheckpointError, match=r"manifest\.json: (fields of other|bad file)"):
         m.verify(checkpoint)
+
+
+@pytest.mark.parametrize(("far", "names"), [(0.0, {"MainThread", "sizes_0"}), (1e9, {"MainThread"})])
+def test_many_files_get_threads_where_each_takes_long(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, far: float, names: set[str]
+) -> None:
+    found = set()
+    check = m._check_file
+
+    def watched(directory: Path, f: m.FileEntry) -> None:
+        found.add(threading.current_thread().name)
+        check(directory, f)
+
+    monkeypatch.setattr(m, "_check_file", watched)
+    monkeypatch.setattr(m, "_SOME", 2)
+    monkeypatch.setattr(m, "_AT_ONCE", 1)
+    monkeypatch.setattr(m, "_FAR", far)
+    m.check_sizes(checkpoint, m.read_manifest(checkpoint))
+    assert found == names
+    os.truncate(checkpoint / m.OFFSETS, 3)  # the last of the files
+    with pytest.raises(InvalidCheckpointError, match=r"index\.offsets: 3 bytes, expected 8"):
+        m.check_sizes(checkpoint, m.read_manifest(checkpoint))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stoker.launcher.run.manifest import shard_name
+from stoker.launcher.run.manifest import InvalidCheckpointError, shard_name
 from stoker.train.box import Box
 from stoker.train.state.entry import Entry, plan
 from stoker.train.state.index import Index, merged, part
@@ -61,3 +61,30 @@ def test_a_box_meets_the_slices_that_have_its_rows() -> None:
         ("shard-00002.safetensors", Box((128, 7), (64, 3))),
         ("shard-00003.safetensors", Box((192, 7), (8, 3))),
     ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b'"at":[[', b'"at":[[x', "no runs"),
+        (b'"at":[[', b'"at":[[9,0,1],[', "runs of other than 4 values"),
+        (b'"start":[', b'"start":[[[0,0,4]],', "line 1"),
+        (b'"count":4', b'"count":5', "runs of other than 5 values"),
+        (b',"at":', b',"at" :', "not as it is written here"),
+    ],
+)
+def test_a_line_that_makes_no_sense_is_told_by_its_number(old: bytes, new: bytes, said: str) -> None:
+    index, _ = index_of(4)
+    first = index[: index.index(b"\n") + 1]
+    with pytest.raises(InvalidCheckpointError, match=f"line 1: .*{said}|{said}"):
+        Index(first.replace(old, new, 1), bytes(8), "index").find("00.norm")
+
+
+def test_tensors_that_are_divided_alike_share_that_and_differ_in_places() -> None:
+    index = Index(*index_of(64), "index")
+    a, b = index.find("03.w"), index.find("17.w")
+    assert a is not None
+    assert b is not None
+    assert a.regions is b.regions
+    assert (a.at != b.at).all()
+    assert [common for _, common in a.meeting(Box((100, 7), (0, 3)))] == []
