@@ -16,6 +16,7 @@ from ...launcher.run.manifest import InvalidCheckpointError
 from ..box import Box
 from .entry import DTYPES, Entry
 from .index import Index, Line, Stored
+from .past_cache import pages
 from .reader import Range, VerifiedReader
 
 
@@ -76,21 +77,23 @@ def _pieces(e: Entry, line: Line) -> list[Piece]:
     return pieces
 
 
-def load(reader: VerifiedReader, pieces: Sequence[Piece]) -> None:
+def load(reader: VerifiedReader, pieces: Sequence[Piece], is_by_all: bool = False) -> None:
     """Copy all pieces into their entries' tensors.
+
+    is_by_all: every rank loads its pieces now, so that those of an entry without replicas are no other's.
 
     Raises:
         InvalidCheckpointError: a block is bad; what was copied before stays, so all tensors are then void.
     """
     is_pinned = any(p.entry.tensor.is_cuda for p in pieces)
-    reader.read([_range(p) for p in pieces], lambda size: _staging(size, is_pinned))
+    reader.read([_range(p, is_by_all) for p in pieces], lambda size: _staging(size, is_pinned))
 
 
 def _staging(size: int, is_pinned: bool) -> memoryview:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned).numpy().data
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data if is_pinned else pages(size)
 
 
-def _range(p: Piece) -> Range:
+def _range(p: Piece, is_by_all: bool) -> Range:
     """The whole rows (dim 0) of the stored slice that have elements of the piece: they lie together."""
     tensor = p.entry.tensor.detach()
     target = tensor[p.region.slices_in(p.entry.box)]
@@ -102,12 +105,13 @@ def _range(p: Piece) -> Range:
         row = prod(rows.shape[1:]) * tensor.element_size()
         first, size = (rows.start[0] - p.stored.box.start[0]) * row, p.region.shape[0] * row
     at = p.stored.at + first
+    is_own = is_by_all and p.entry.replica.count == 1 and rows.shape == p.region.shape
     if rows.shape == p.region.shape and target.device.type == "cpu" and target.is_contiguous():
         # A dim of size 1 may have any stride, which a view of other elements would not take.
         into = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
-        return Range(p.stored.file, at, size, into=into)
+        return Range(p.stored.file, at, size, into=into, is_own=is_own)
     inner = Box(tuple(a - b for a, b in zip(p.region.start, rows.start, strict=True)), p.region.shape)
-    return Range(p.stored.file, at, size, take=lambda at, data: _take(target, inner, rows.shape, at, data))
+    return Range(p.stored.file, at, size, None, lambda at, data: _take(target, inner, rows.shape, at, data), is_own)
 
 
 def _take(target: torch.Tensor, inner: Box, shape: tuple[int, ...], at: int, data: memoryview) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
+
 from ...launcher.run.manifest import BLOCK, BlockChecker, FileEntry, InvalidCheckpointError, Manifest
 from .checksum import crc32
 from .source import ByteSource
@@ -35,6 +37,7 @@ class Range:
     size: int
     into: memoryview | None = None
     take: Taker | None = None
+    is_own: bool = False  # no other process reads these bytes
 
 
 @dataclass(eq=False)
@@ -130,27 +133,42 @@ class VerifiedReader:
         checker = self._checker(run.entry)
         begin = run.first * BLOCK
         blocks = [_Parts(n * BLOCK, min((n + 1) * BLOCK, run.entry.size)) for n in range(run.first, run.end)]
+        past = self._read_past(run, staging[: blocks[-1].end - begin])
         behind: list[tuple[Range, int, int]] = []
         for r in run.ranges:
             for b in blocks:
                 first, end = max(r.at, b.begin), min(r.at + r.size, b.end)
                 if first >= end:
                     continue
-                if r.into is not None and end - first >= _DIRECT:
+                if r.into is not None and not past and end - first >= _DIRECT:
                     b.add(first, r.into[first - r.at : end - r.at], staging, begin)
                 else:
                     behind.append((r, first, end))
         for b in blocks:
             b.add(b.end, None, staging, begin)
-        self._source.read(run.entry.name, begin, *(part for b in blocks for part in b.parts))
+        if not past:
+            self._source.read(run.entry.name, begin, *(part for b in blocks for part in b.parts))
         for number, b in enumerate(blocks, run.first):
             checker.check(number, *b.parts)
         for r, first, end in behind:
             data = staging[first - begin : end - begin]
             if r.into is not None:
-                r.into[first - r.at : end - r.at] = data
+                # A large copy of numpy's lets other threads read and check.
+                np.copyto(np.frombuffer(r.into, np.uint8)[first - r.at : end - r.at], np.frombuffer(data, np.uint8))
             elif r.take is not None:
                 r.take(first - r.at, data)
+
+    def _read_past(self, run: _Run, data: memoryview) -> bool:
+        """Whether the run's bytes are in `data` now, read past the page cache. What others of this node read too is
+        left to the cache; by blocks, which are read whole: those of which most is wanted by nobody else."""
+        begin, end = run.first * BLOCK, run.first * BLOCK + len(data)
+        own = sum(min(r.at + r.size, end) - max(r.at, begin) for r in run.ranges if r.is_own)
+        if 2 * own <= len(data):
+            return False
+        got = self._source.read_past(run.entry.name, begin, data)
+        if 0 < got < len(data):
+            self._source.read(run.entry.name, begin + got, data[got:])
+        return got > 0
 
     def _checker(self, entry: FileEntry) -> BlockChecker:
         checker = self._checkers.get(entry.name)  # that two threads make the same one is harmless

@@ -143,5 +143,5 @@ class _Load:
         return {"differences": self.match.differences[:SHOWN]}
 
     def load(self) -> Status:
-        load(self.reader, self.match.pieces)
+        load(self.reader, self.match.pieces, is_by_all=True)
         return {}

@@ -10,10 +10,14 @@ import errno
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from ...launcher.run.manifest import BLOCK, InvalidCheckpointError
+from .past_cache import PAGE, PastCache
+
+_T = TypeVar("_T")
 
 _OPEN = 32  # files kept open: more than threads, since reads come sorted by file
 _AT_ONCE = 4  # a parallel file system gives one stream a fraction of its speed; a node has 8 ranks that read
@@ -37,6 +41,12 @@ class ByteSource(Protocol):
         """
         ...
 
+    def read_past(self, file: str, at: int, into: memoryview) -> int:
+        """Like `read`, past the cache of this machine: for bytes that nobody else reads. Returns how many came, 0 if
+        that is not possible or not the faster way; `read` gets the rest. `into` begins at a page of memory.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -52,16 +62,49 @@ class _Descriptor:
             os.close(self.fd)
 
 
+class _Files(Generic[_T]):
+    """Files of a directory that are open, the ones used last. For several threads."""
+
+    def __init__(self, make: Callable[[str], _T]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._open: OrderedDict[str, _T] = OrderedDict()
+
+    def get(self, file: str) -> _T:
+        """Raises OSError."""
+        with self._lock:
+            opened = self._open.pop(file, None) or self._make(file)
+            self._open[file] = opened
+            while len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+            return opened
+
+    def forget(self, file: str, stale: _T) -> bool:
+        """Returns whether `stale` was still the one."""
+        with self._lock:
+            is_first = self._open.get(file) is stale
+            if is_first:
+                del self._open[file]
+            return is_first
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+
 class FileSource:
-    """A checkpoint directory. Not mapped into memory: there, a disk's error would end the process with SIGBUS."""
+    """A checkpoint directory. Its bytes are not read as mapped memory: there, a disk's error would end the process
+    with SIGBUS."""
 
     piece = BLOCK
     streams = _AT_ONCE
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, may_go_past: bool = False) -> None:
+        """may_go_past: the page cache, where it has nothing (see `read_past`). For a disk of this node: over a network,
+        it is the cache that reads ahead."""
         self.directory = directory
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._may_go_past = may_go_past
+        self._files = _Files(lambda file: _Descriptor(directory / file))
+        self._past = _Files(lambda file: PastCache(directory / file))
         self._reopened: set[str] = set()
 
     def where(self, file: str) -> str:
@@ -69,7 +112,7 @@ class FileSource:
 
     def read(self, file: str, at: int, *into: memoryview) -> None:
         try:
-            opened = self._opened(file)
+            opened = self._files.get(file)
             rest = list(into)
             while rest:
                 try:
@@ -77,7 +120,7 @@ class FileSource:
                 except OSError as e:
                     if e.errno != errno.ESTALE or not self._forget(file, opened):
                         raise
-                    opened = self._opened(file)  # NFS: the server was started again, or has another file of that name
+                    opened = self._files.get(file)  # NFS: the server was started again, or has another file of the name
                     continue
                 if got == 0 and any(rest):
                     raise InvalidCheckpointError(f"{self.where(file)}: ends at byte {at}, more was expected")
@@ -86,27 +129,29 @@ class FileSource:
         except OSError as e:
             raise InvalidCheckpointError(f"{self.where(file)}: {e.strerror}") from e
 
-    def _opened(self, file: str) -> _Descriptor:
-        with self._lock:
-            opened = self._open.pop(file, None) or _Descriptor(self.directory / file)
-            self._open[file] = opened
-            while len(self._open) > _OPEN:
-                self._open.popitem(last=False)
-            return opened
-
     def _forget(self, file: str, stale: _Descriptor) -> bool:
         """Whether it is worth to open the file again: once, by whichever thread comes first."""
-        with self._lock:
-            if self._open.get(file) is stale:
-                if file in self._reopened:
-                    return False
-                self._reopened.add(file)
-                del self._open[file]
-            return True
+        if self._files.forget(file, stale):
+            if file in self._reopened:
+                return False
+            self._reopened.add(file)
+        return True
+
+    def read_past(self, file: str, at: int, into: memoryview) -> int:
+        if not self._may_go_past or at % PAGE:
+            return 0
+        try:
+            opened = self._past.get(file)
+            return 0 if opened.is_cached(at, len(into)) else opened.read(at, into)
+        except OSError as e:
+            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise InvalidCheckpointError(f"{self.where(file)}: {e.strerror}") from e
+            self._may_go_past = False  # the file system cannot
+            return 0
 
     def close(self) -> None:
-        with self._lock:
-            self._open.clear()
+        self._files.close()
+        self._past.close()
 
 
 def _behind(buffers: list[memoryview], done: int) -> list[memoryview]:

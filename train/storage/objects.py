@@ -175,6 +175,10 @@ class ObjectSource:
             buffer[:] = data[: len(buffer)]
             data = data[len(buffer) :]
 
+    def read_past(self, file: str, at: int, into: memoryview) -> int:
+        """There is no cache."""
+        return 0
+
     def close(self) -> None:
         """The connection is this process', not the source's."""
 

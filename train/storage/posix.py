@@ -225,7 +225,7 @@ def source_at(directory: Path) -> ByteSource:
             from .objects import ObjectSource
 
             return ObjectSource(location)
-    return FileSource(directory)
+    return FileSource(directory, may_go_past=not file_system(directory).is_shared)
 
 
 def remove_directory(directory: Path) -> None:
