@@ -57,6 +57,7 @@ class CrossEntropyGrad(Protocol):
         vocab_start: int = 0,
         ignore_index: int = -100,
         z_loss: float = 0.0,
+        in_place: bool = False,
     ) -> Tensor: ...
 
 
@@ -99,11 +100,13 @@ def cross_entropy_grad(
     vocab_start: int = 0,
     ignore_index: int = -100,
     z_loss: float = 0.0,
+    in_place: bool = False,
 ) -> Tensor:
     """The gradient of sum(grad_losses * losses) with respect to one vocabulary shard's logits.
 
     logits, targets, vocab_start: as for `cross_entropy_stats`. lse: [...], over the whole vocabulary.
-    grad_losses: [...]. Returns [..., V_local] in the logits' dtype; exactly 0 for ignored targets.
+    grad_losses: [...]. in_place: write it over the logits, which are then returned.
+    Returns [..., V_local] in the logits' dtype; exactly 0 for ignored targets.
     """
     with torch.no_grad():
         wide = logits.reshape(flat_tokens(logits.shape), logits.shape[-1]).to(accumulate_dtype(logits.dtype))
@@ -112,7 +115,8 @@ def cross_entropy_grad(
         flat_grad = grad_losses.reshape(-1).to(wide.dtype)
         factor = flat_grad * (1 + 2 * z_loss * flat_lse)
         exp_to_grad(probabilities, factor, flat_grad, targets.reshape(-1), vocab_start, ignore_index, out=probabilities)
-        return probabilities.reshape(logits.shape).to(logits.dtype)
+        grad = probabilities.reshape(logits.shape)
+        return logits.copy_(grad) if in_place else grad.to(logits.dtype)
 
 
 def losses_from_stats(

@@ -31,6 +31,10 @@ NATIVE = {
     "scale": "multi_copy",
     "cast_copy": "multi_copy",
     "stochastic_round": "rounding",
+    "cross_entropy": "cross_entropy",
+    "cross_entropy_stats": "cross_entropy",
+    "cross_entropy_grad": "cross_entropy",
+    "linear_cross_entropy": "linear_cross_entropy",
 }
 # op -> (module below apex/, called as the extension that it calls; variable that has apex's build make the extension)
 APEX: dict[str, tuple[str, str]] = {

@@ -34,6 +34,24 @@ constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int64_t kSharedLimit = 48 * 1024;  // bytes per block that every device gives without being asked
 
+// In a kernel: where a number that the user gave is wrong, with no way to say so but to end it. On a device that is the
+// failed assertion of CUDA ("device-side assert triggered"), also with NDEBUG.
+#ifdef STOKER_EMULATION
+#define STOKER_KERNEL_CHECK(condition, text)      \
+    do {                                          \
+        if (!(condition)) {                       \
+            throw std::runtime_error(text);       \
+        }                                         \
+    } while (false)
+#else
+#define STOKER_KERNEL_CHECK(condition, text)                       \
+    do {                                                           \
+        if (!(condition)) {                                        \
+            __assert_fail(text, __FILE__, __LINE__, __func__);     \
+        }                                                          \
+    } while (false)
+#endif
+
 #ifdef STOKER_EMULATION
 inline int multiprocessors(int) {
     return 2;

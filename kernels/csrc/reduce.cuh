@@ -46,6 +46,27 @@ __device__ __forceinline__ A block_sum(A value) {
     return value;
 }
 
+// The largest value of all threads of the block, in every thread; as block_sum.
+template <int kThreads, class A>
+__device__ __forceinline__ A block_max(A value) {
+    constexpr int kWarps = kThreads / kWarpSize;
+    value = warp_max(value);
+    if constexpr (kWarps > 1) {
+        __shared__ A of_warp[kWarps];
+        __syncthreads();  // the last call's readers are done
+        if (threadIdx.x % kWarpSize == 0) {
+            of_warp[threadIdx.x / kWarpSize] = value;
+        }
+        __syncthreads();
+        value = of_warp[0];
+#pragma unroll
+        for (int i = 1; i < kWarps; ++i) {
+            value = of_warp[i] > value ? of_warp[i] : value;
+        }
+    }
+    return value;
+}
+
 // Sums over r of partial[r, c], which blocks have left in [rows, width]: into first[c], or second[c - split] from column
 // `split` on. A block has 32 columns; each of its warps takes every kth row, and their sums are added in one order.
 template <class A, class W>

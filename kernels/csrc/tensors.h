@@ -105,6 +105,23 @@ inline int64_t rows_of(const Tensor& tensor) {
     return rows;
 }
 
+// Elements from one index to the next of the first `dims` dimensions taken as one; none if that is not one number.
+inline std::optional<int64_t> spacing_of(const Tensor& tensor, int64_t dims) {
+    std::optional<int64_t> spacing;
+    int64_t next = 0;
+    for (int64_t i = dims - 1; i >= 0; --i) {
+        if (tensor.size(i) == 1) {
+            continue;
+        }
+        if (spacing && tensor.stride(i) != next) {
+            return std::nullopt;
+        }
+        spacing = spacing.value_or(tensor.stride(i));
+        next = tensor.stride(i) * tensor.size(i);
+    }
+    return spacing.value_or(0);
+}
+
 inline Tensor dense(const Tensor& tensor) {
     return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }

@@ -215,8 +215,9 @@ class _Logits:
         """See _Exponentials."""
         loss, logits = self._loss, self._logits_NV
         grad_N = torch.full_like(lse_N, factor)
+        in_place = loss.softcap is None
         grad_NV = loss.ops.cross_entropy_grad(
-            logits, self._targets_N, lse_N, grad_N, loss.vocab_start, loss.ignore_index, loss.z_loss
+            logits, self._targets_N, lse_N, grad_N, loss.vocab_start, loss.ignore_index, loss.z_loss, in_place
         )
         return grad_NV if loss.softcap is None else grad_NV.mul_(softcap_slope(logits.to(lse_N.dtype), loss.softcap))
 
