@@ -246,11 +246,11 @@ class _Gradients:
     """Gradients under construction: dx is written chunk by chunk, dweight summed in the order of the chunks."""
 
     def __init__(self, flat: _Flat, plan: Plan) -> None:
-        self.x, self.weight, self._arithmetic = torch.empty_like(flat.x), None, plan.arithmetic
+        self.x, self._arithmetic = torch.empty_like(flat.x), plan.arithmetic
+        self.weight: Tensor | None = None
         if plan.weight_grad:
-            new = torch.empty if flat.x.shape[0] > 0 else torch.zeros
-            dtype = accumulate_dtype(flat.weight.dtype)
-            self.weight: Tensor | None = new(flat.weight.shape, dtype=dtype, device=flat.weight.device)
+            new = flat.weight.new_empty if flat.x.shape[0] > 0 else flat.weight.new_zeros
+            self.weight = new(flat.weight.shape, dtype=accumulate_dtype(flat.weight.dtype))
 
     def add(self, flat: _Flat, tokens: slice, grad_logits: Tensor) -> None:
         torch.mm(grad_logits, flat.weight, out=self.x[tokens])
