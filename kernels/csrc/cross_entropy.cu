@@ -1,7 +1,7 @@
 // Cross-entropy of rows of logits: losses, the statistics of a vocabulary shard, and gradients, in place if wanted. A block
 // per row; what it does with the row is cross_entropy.cuh's.
 #include "cross_entropy.cuh"
-#include "rows.h"
+#include "logit_rows.h"
 
 namespace stoker {
 namespace {
@@ -75,7 +75,7 @@ struct Forward {
 
 Forward forward(const char* op, const Tensor& logits, const Tensor& given_targets, int64_t vocab_start,
                 int64_t ignore_index, double z_loss, bool is_shard) {
-    const Rows rows(op, logits);
+    const LogitRows rows(op, logits);
     check_per_row(op, "targets", given_targets, logits, ScalarType::Long);
     const Tensor targets = dense(given_targets);
     Forward out{targets, targets, targets, targets, targets};
@@ -127,7 +127,8 @@ struct Backward {
     double z_loss;
 };
 
-void backward(const Tensor& logits, const Backward& given, const Rows& rows, const Tensor& grad, int64_t grad_stride) {
+void backward(const Tensor& logits, const Backward& given, const LogitRows& rows, const Tensor& grad,
+              int64_t grad_stride) {
     constexpr const char* op = "cross_entropy_grad";
     check_per_row(op, "targets", given.targets, logits, ScalarType::Long);
     const Tensor targets = dense(given.targets);
@@ -168,7 +169,7 @@ void backward(const Tensor& logits, const Backward& given, const Rows& rows, con
 
 Tensor cross_entropy_grad(Tensor logits, Tensor targets, Tensor lse, Tensor grad_losses, std::optional<Tensor> maximum,
                           std::optional<Tensor> sumexp, int64_t vocab_start, int64_t ignore_index, double z_loss) {
-    const Rows rows("cross_entropy_grad", logits);
+    const LogitRows rows("cross_entropy_grad", logits);
     Tensor grad = new_like(logits);
     backward(logits, {targets, lse, grad_losses, maximum, sumexp, vocab_start, ignore_index, z_loss}, rows, grad,
              rows.width);
@@ -177,7 +178,7 @@ Tensor cross_entropy_grad(Tensor logits, Tensor targets, Tensor lse, Tensor grad
 
 void cross_entropy_grad_(Tensor logits, Tensor targets, Tensor lse, Tensor grad_losses, int64_t vocab_start,
                          int64_t ignore_index, double z_loss) {
-    const Rows rows("cross_entropy_grad", logits);
+    const LogitRows rows("cross_entropy_grad", logits);
     backward(logits, {targets, lse, grad_losses, std::nullopt, std::nullopt, vocab_start, ignore_index, z_loss}, rows,
              rows.tensor, rows.stride);
     if (rows.tensor.data_ptr() != logits.data_ptr()) {

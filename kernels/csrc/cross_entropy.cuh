@@ -9,6 +9,7 @@
 #include "reduce.cuh"
 
 namespace stoker {
+namespace {
 
 constexpr int kUnroll = 4;        // packs of 16 bytes that a thread has in flight
 constexpr int kFewThreads = 128;  // for rows of at most kFewThreads * kUnroll packs
@@ -217,4 +218,5 @@ struct Loss {
     }
 };
 
+}  // namespace
 }  // namespace stoker

@@ -1,7 +1,7 @@
 // Between the two matrix products of a chunk of tokens: its logits become losses, log-sum-exps and the logits' gradient in
 // one launch, over the logits or narrower beside them. The products are torch's (kernels/native/linear_cross_entropy.py).
 #include "cross_entropy.cuh"
-#include "rows.h"
+#include "logit_rows.h"
 
 namespace stoker {
 namespace {
@@ -40,7 +40,7 @@ void cross_entropy_whole_(Tensor logits, Tensor losses, Tensor lse, std::optiona
                           std::optional<Tensor> given_grad_losses, int64_t ignore_index, double z_loss,
                           double softcap) {
     constexpr const char* op = "linear_cross_entropy";
-    const Rows rows(op, logits);
+    const LogitRows rows(op, logits);
     const auto is_place = [&](const Tensor& tensor) {
         return tensor.dim() == 2 && (tensor.size(1) == 1 || tensor.stride(1) == 1);
     };

@@ -1,4 +1,4 @@
-// Rows of a tensor [..., width] where they lie, and one number for each of them: what kernels with a block per row are given.
+// Rows of logits [..., classes] where they lie, and one number for each of them.
 #pragma once
 
 #include <climits>
@@ -7,14 +7,15 @@
 #include "tensors.h"
 
 namespace stoker {
+namespace {  // other files have other rows
 
 // Rows of logits where they lie: evenly spaced and dense in themselves, else in a copy.
-struct Rows {
+struct LogitRows {
     Tensor tensor;
     int64_t count, stride;
     int width;
 
-    Rows(const char* op, const Tensor& logits) : tensor(logits), count(rows_of(logits)) {
+    LogitRows(const char* op, const Tensor& logits) : tensor(logits), count(rows_of(logits)) {
         STOKER_CHECK(logits.dim() >= 1 && logits.size(-1) >= 1 && logits.size(-1) <= INT32_MAX - 65536, op,
                      ": logits is ", describe(logits), "; expected classes in the last dimension");
         STOKER_CHECK(count <= INT32_MAX, op, ": ", count, " rows of logits; expected less than 2^31");
@@ -60,4 +61,5 @@ bool are_alike(const T* a, int64_t a_stride, const G* b, int64_t b_stride) {
     return (place(a) - place(b)) % N == 0 && (a_stride - b_stride) % N == 0;
 }
 
+}  // namespace
 }  // namespace stoker
