@@ -123,9 +123,9 @@ inline void allocate(Fiber& fiber) {
 // `colour` spreads the tops of equally aligned stacks over the sets of the caches.
 inline void prepare(Fiber& fiber, void (*entry)(), unsigned colour) {
 #if defined(__SANITIZE_ADDRESS__)
-    if (fiber.suspended) {  // left in the middle of a kernel that failed
-        __asan_unpoison_memory_region(fiber.stack, fiber.bytes);
-    }
+    // Red zones of entry(), which never returns, lie at the top; those of a kernel left in the middle, anywhere.
+    const size_t guarded = fiber.suspended ? fiber.bytes : 8192;
+    __asan_unpoison_memory_region(fiber.stack + fiber.bytes - guarded, guarded);
     fiber.fake_stack = nullptr;
 #endif
     char* top = fiber.stack + fiber.bytes - 128 * (colour % 29) - 64;

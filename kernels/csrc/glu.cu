@@ -1,7 +1,7 @@
 // SwiGLU, GeGLU and GELU: an activation, times a second factor where there is one, and their gradients.
 //
-// Every tensor is a matrix of rows with a stride, so halves of one projection are read where they lie. Blocks take equal
-// shares of all packs of 16 bytes, whatever the length of a row. Nothing but the inputs is kept for the backward pass.
+// Every tensor is a matrix of rows with a stride, so halves of one projection are read where they lie. Blocks take
+// equal shares of all packs of 16 bytes, whatever the length of a row. Only the inputs are kept for the backward pass.
 #include <type_traits>
 
 #include "numbers.cuh"

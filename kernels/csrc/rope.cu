@@ -1,5 +1,5 @@
-// Rotary position embedding of queries and keys in one launch, out of place or in place; backwards it is the same kernel
-// with the opposite angle.
+// Rotary position embedding of queries and keys in one launch, out of place or in place; backwards it is the same
+// kernel with the opposite angle.
 //
 // A warp turns one token. Its lanes lie side by side along a head's pairs and keep those pairs' cosines and sines in
 // registers, while they go from head to head, first of q, then of k, several heads at once.
@@ -9,7 +9,7 @@
 namespace stoker {
 namespace {
 
-constexpr int kWarps = 4;    // per block: tokens at once
+constexpr int kWarps = 4;     // per block: tokens at once
 constexpr int kInFlight = 4;  // heads that a lane loads before it stores the first
 
 // [B, S, heads, width] as read and as written. Strides in elements; features lie side by side.
@@ -153,8 +153,8 @@ void check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& si
     check_same_device("rope", q, {&k, &cos, &sin});
     STOKER_CHECK(q.dim() == 4 && k.dim() == 4 && q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
                      q.size(3) == k.size(3),
-                 "rope: q is ", describe(q), ", k is ", describe(k), "; expected [B, S, heads, features] of one B, S and "
-                 "number of features");
+                 "rope: q is ", describe(q), ", k is ", describe(k), "; expected [B, S, heads, features] of one "
+                 "B, S and number of features");
     STOKER_CHECK(q.scalar_type() == k.scalar_type(), "rope: q is ", describe(q), ", k is ", describe(k),
                  "; expected one dtype");
     const ScalarType wide = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
