@@ -54,7 +54,7 @@ constexpr int64_t kSharedLimit = 48 * 1024;  // bytes per block that every devic
 
 #ifdef STOKER_EMULATION
 inline int multiprocessors(int) {
-    return 2;
+    return emulation::multiprocessors();
 }
 #else
 inline void check_cuda(cudaError_t status, const char* what) {

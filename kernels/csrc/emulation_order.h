@@ -1,5 +1,5 @@
 // The order in which the emulation runs blocks and threads, and which blocks it runs: read from the environment at each
-// launch. Pure functions of STOKER_EMULATION_ORDER and STOKER_EMULATION_BLOCKS.
+// launch. Pure functions of STOKER_EMULATION_ORDER, _BLOCKS and _MULTIPROCESSORS.
 #pragma once
 
 #include <algorithm>
@@ -89,6 +89,13 @@ class Blocks {
     uint64_t count_;
     std::vector<uint64_t> chosen_;
 };
+
+// Of the device that is emulated: 2, or STOKER_EMULATION_MULTIPROCESSORS. With very many, a block has so few rows of a
+// huge tensor to walk over that it can be run.
+inline int multiprocessors() {
+    const char* text = std::getenv("STOKER_EMULATION_MULTIPROCESSORS");
+    return text == nullptr || *text == 0 ? 2 : std::max(1, std::atoi(text));
+}
 
 // Bytes that an uninitialised read finds: NaN in every floating-point type, or a large number, depending on the order of
 // threads, so that a result which does not change with the order does not come from them.

@@ -5,6 +5,7 @@ Used by the tests of every op. Building is emulated_build.py's.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -60,14 +61,47 @@ def assert_order_does_not_matter(run: Callable[[], torch.Tensor | tuple[torch.Te
             assert same, f"result {k} differs between {ORDERS[0]} and {order}: a barrier is missing"
 
 
-def sparse(rows: int, width: int, dtype: torch.dtype, stride: int | None = None) -> torch.Tensor:
-    """Zeros [rows, width] that take memory only where they are written; any size that the address space has.
-
-    stride: elements from one row to the next, `width` if None.
-    """
-    stride = width if stride is None else stride
-    elements = (rows - 1) * stride + width
-    size = elements * dtype.itemsize
+def sparse(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory only where they are written: of any size that the address space has."""
+    size = math.prod(shape) * dtype.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    flat = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
-    return flat.as_strided((rows, width), (stride, 1))
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype).view(shape)
+
+
+class FarRows:
+    """Tensors [rows, *row] of which only the rows at both ends are ever touched, and with which offsets pass 2^31.
+
+        far = FarRows((4096,), torch.bfloat16)
+        x = far.random()
+        with far.launches():
+            y = op(x)
+        torch.testing.assert_close(far.ends(y), reference(far.ends(x)))
+
+    A kernel whose offsets have 32 bits reads or writes elsewhere: other results, or RuntimeError. There are a little
+    more than 2^31 elements, so with 2 bytes each the last rows lie past 2^32 bytes.
+    """
+
+    def __init__(self, row: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.rows = 2**31 // math.prod(row) + 3
+        self.shape = (self.rows, *row)
+        self.dtype = dtype
+        self._ends = torch.tensor([0, 1, self.rows - 2, self.rows - 1])
+
+    def random(self, scale: float = 1.0) -> torch.Tensor:
+        """New, normally distributed at both ends, zero between them."""
+        tensor = sparse(self.shape, self.dtype)
+        tensor[self._ends] = (scale * torch.randn(4, *self.shape[1:])).to(self.dtype)
+        return tensor
+
+    def ends(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The two first and the two last rows, copied."""
+        return tensor[self._ends]
+
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """Of each launch inside only the blocks at both ends run, on a device with so many multiprocessors that no
+        block of a loop over all rows has many of them. Sums over all rows are therefore wrong."""
+        # By their own numbers, too: where a grid has fewer blocks than rows, they begin again with the first block.
+        blocks = (0, 1, -2, -1, self.rows - 2, self.rows - 1)
+        with _environment("STOKER_EMULATION_MULTIPROCESSORS", str(2**20)), only_blocks(*blocks):
+            yield

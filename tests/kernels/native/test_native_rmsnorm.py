@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from emulated_runs import FarRows, assert_order_does_not_matter
 from stoker.kernels.reference import rmsnorm as reference
 from torch.library import opcheck
 
@@ -137,3 +138,27 @@ def test_what_does_not_fit_is_refused_as_the_reference_does(rmsnorm):
         rmsnorm(torch.ones(2, 8, dtype=torch.int64), torch.ones(8), EPS)
     with pytest.raises(ValueError, match="weight is float16; beside bfloat16 expected that or float32"):
         rmsnorm(x.bfloat16(), torch.ones(8).half(), EPS)
+
+
+@pytest.mark.parametrize("width", [64, 8192])
+def test_offsets_past_2_to_the_31(rmsnorm, width):
+    far = FarRows((width,), torch.bfloat16)
+    x, residual, grad_y = far.random(), far.random(), far.random()
+    weight = torch.randn(width).bfloat16()
+    with far.launches():
+        leaf = x.requires_grad_()
+        y, total = rmsnorm(leaf, weight, EPS, residual)
+        (grad_x,) = torch.autograd.grad(y, leaf, grad_y)
+    ends = far.ends(total.detach()).double().requires_grad_()
+    exact = reference(ends, weight.double(), EPS)
+    assert_close([far.ends(y.detach())], [exact.detach()], torch.bfloat16)
+    (exact_grad,) = torch.autograd.grad(exact, ends, far.ends(grad_y).double())
+    assert_close([far.ends(grad_x)], [exact_grad], torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_order_of_threads_does_not_matter(rmsnorm, shape):
+    x, weight, residual = inputs(shape, torch.bfloat16)
+    assert_order_does_not_matter(
+        lambda: tuple(outputs_and_grads(lambda a, w, r: rmsnorm(a, w, EPS, r), x, weight, residual))
+    )
