@@ -43,6 +43,7 @@ APEX: dict[str, tuple[str, str]] = {
     "l2norm": ("amp_C", "APEX_CUDA_EXT"),
     "scale": ("amp_C", "APEX_CUDA_EXT"),
     "cast_copy": ("amp_C", "APEX_CUDA_EXT"),
+    "cross_entropy": ("xentropy_cuda", "APEX_XENTROPY"),
 }
 
 
