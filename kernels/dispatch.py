@@ -34,6 +34,14 @@ class _Question:
     measured: Measured | None
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """Why an op gets none; ops with the same one share a line."""
+
+    setting: str
+    reason: str
+
+
 def select(
     config: Mapping[str, str] | None = None,
     device: str | Device = "cpu",
@@ -61,15 +69,17 @@ def select(
         raise ValueError("\n".join(problems))
     chosen: dict[str, Implementation] = {}
     choices: list[Choice] = []
+    refused: dict[_Refusal, list[str]] = {}
     for op in OP_NAMES:
-        row, text = _resolve(op, config, by_op[op], question)
-        if row is None:
-            problems.append(text)
-        else:
-            chosen[op] = row
-            choices.append(Choice(op, row.name, "; ".join(filter(None, (text, row.note)))))
-    if problems:
-        raise ValueError("\n".join(problems))
+        found = _resolve(op, config, by_op[op], question)
+        if isinstance(found, _Refusal):
+            refused.setdefault(found, []).append(op)
+            continue
+        row, why = found
+        chosen[op] = row
+        choices.append(Choice(op, row.name, "; ".join(filter(None, (why, row.note)))))
+    if refused:
+        raise ValueError("\n".join(f"{r.setting}: {', '.join(ops)}: {r.reason}" for r, ops in refused.items()))
     functions: dict[str, Any] = {op: _load(row) for op, row in chosen.items()}
     return Ops(**functions, choices=tuple(choices))
 
@@ -95,35 +105,37 @@ def _unknown(config: Mapping[str, str], names: set[str]) -> list[str]:
 
 def _resolve(
     op: str, config: Mapping[str, str], rows: Mapping[str, Implementation], question: _Question
-) -> tuple[Implementation | None, str]:
-    """(implementation, why) or (None, problem)."""
+) -> tuple[Implementation, str] | _Refusal:
+    """(implementation, why)."""
     is_named, wanted = op in config, config.get(op, config.get("default", AUTO))
+    setting = f"kernels.{op if is_named else 'default'}={wanted}"
     if wanted == AUTO:
-        return _automatic(op, rows, question)
+        return _automatic(setting, rows, question)
     row = rows.get(wanted)
     if row is None and not is_named:
-        found, text = _automatic(op, rows, question)
-        return found, f"{text}; has no {wanted}" if found else text
-    available = [name for name, other in rows.items() if not other.lacks(question.device)]
-    instead = f"choose {' or '.join([AUTO, *available])} for kernels.{op}"
+        found = _automatic(setting, rows, question)
+        return found if isinstance(found, _Refusal) else (found[0], f"{found[1]}; has no {wanted}")
+    others = [name for name, other in rows.items() if not other.lacks(question.device)]
     if row is None:
-        return None, f"kernels.{op}={wanted}: {op} has no such implementation; {instead}"
+        return _Refusal(setting, f"no such implementation; choose {' or '.join([AUTO, *others])}")
     reason = row.lacks(question.device)
     if reason and question.is_strict:
-        field = op if is_named else "default"
-        return None, f"kernels.{field}={wanted}: {op}: {reason}; {instead}, or set kernels.strict=false"
+        return _Refusal(setting, f"{reason}; choose {' or '.join(others)}, or set kernels.strict=false")
     if reason:
         return rows[REFERENCE], f"instead of {wanted}, with kernels.strict=false: {reason}"
     return row, "as configured" if is_named else "by kernels.default"
 
 
-def _automatic(op: str, rows: Mapping[str, Implementation], question: _Question) -> tuple[Implementation | None, str]:
+def _automatic(
+    setting: str, rows: Mapping[str, Implementation], question: _Question
+) -> tuple[Implementation, str] | _Refusal:
     """What was measured fastest, else the first of AUTO_ORDER, then of the rest, that lacks nothing; the better ones'
     reasons go into the log."""
+    op = rows[REFERENCE].op
     times = question.measured.of(op) if question.measured else {}
     if question.is_compiled and COMPILED in times:
         times[REFERENCE] = times[COMPILED]
-    elif question.is_compiled and op in POINTWISE and REFERENCE in rows:
+    elif question.is_compiled and op in POINTWISE:
         return rows[REFERENCE], f"{AUTO}: left to the compiler"
     order = [name for name in AUTO_ORDER if name in rows] + [name for name in rows if name not in AUTO_ORDER]
     usable: list[Implementation] = []
@@ -134,17 +146,14 @@ def _automatic(op: str, rows: Mapping[str, Implementation], question: _Question)
             usable.append(row)
         elif not row.devices or question.device.type in row.devices:
             if row.is_expected and question.is_strict and row.cannot(question.device) is None:
-                text = "kernels.strict=false has the next best take over"
-                return None, f"kernels.{op}={AUTO}: {row.name}: {reason}; {text}"
+                return _Refusal(setting, f"{row.name}: {reason}; or kernels.strict=false, and the next best takes over")
             if not usable:
                 passed_over.append(f"{row.name}: {reason}")
     timed = sorted((row for row in usable if row.name in times), key=lambda row: times[row.name])
     if len(timed) > 1:
         shown = ", ".join(f"{row.name} {times[row.name]:.1f} us" for row in timed)
         return timed[0], f"{AUTO}, measured here: {shown}"
-    if usable:
-        return usable[0], "; ".join([AUTO, *passed_over])
-    return None, f"kernels.{op}={AUTO}: nothing runs on {question.device.type}: {'; '.join(passed_over) or 'no rows'}"
+    return usable[0], "; ".join([AUTO, *passed_over])
 
 
 def _load(row: Implementation) -> Function:

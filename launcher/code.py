@@ -26,6 +26,7 @@ from .errors import UserError, environment_error
 from .run.bootstrap import MANIFEST, digest
 
 LIMIT = 200 * 1000 * 1000  # bytes, unpacked
+_BUILT = "code/stoker/kernels/built"  # objects of the native kernels
 _GIT_TIMEOUT = 120  # seconds
 _BACKUPS = ("*~", "*.swp", ".#*", "#*#", "*.pyc", "*.pyo")
 # Never frozen, tracked or not. Whole names, so that a module called id_map.py is no key.
@@ -45,6 +46,11 @@ class Snapshot:
     left_out: tuple[str, ...]  # files of the user's project that look like keys
     project: Path | None  # root of the user's project, None if there is none besides stoker itself
     cwd: str | None = None  # the current directory's place in the archive, None if it is in no such project
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether built kernels go along."""
+        return any(name.startswith(f"{_BUILT}/") and name.endswith(".so") for name in self.files)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def collect(cwd: Path) -> Snapshot:
     """
     package = package_root()
     files = {f"code/stoker/{p.relative_to(package).as_posix()}": p for p in _package_files(package)}
-    files |= {f"code/stoker/kernels/built/{name}": path for name, path in built_kernels(package).items()}
+    files |= {f"{_BUILT}/{name}": path for name, path in built_kernels(package).items()}
     pythonpath = ["code"]
     project = git_root(cwd)
     if project == package:

@@ -78,6 +78,7 @@ def prepare(request: Request, needs_slurm: bool) -> Prepared:
     script = render(script_of(config, directory, run_id, __version__, python, archive))
     refuse_unmountable(composed.plain, directory)
     warnings += _plugins(config, snapshot)
+    warnings += _kernels(config, snapshot)
     if snapshot.left_out:
         warnings.append(f"left out of the code snapshot, since they look like keys: {', '.join(snapshot.left_out)}")
     if staged and staged.elsewhere:
@@ -200,6 +201,17 @@ def _plugins(config: Config, snapshot: code.Snapshot) -> list[str]:
             f"plugins: {module} is not in {where}, so it is not frozen; the job imports whatever is installed by then"
         )
     return found
+
+
+def _kernels(config: Config, snapshot: code.Snapshot) -> list[str]:
+    """A warning about kernels that each node would have to build, if it can: better known before a job has waited."""
+    wants_native = config.kernels.default in ("auto", "native") and not config.task.cmd
+    if not wants_native or config.cluster.gpus_per_node == 0 or snapshot.has_kernels:
+        return []
+    return [
+        "kernels: none are built here to go along, so every node builds them at its first start and needs a compiler "
+        "for that; `stoker kernels build` before the launch saves it (docs/kernels.md)"
+    ]
 
 
 def interpreter(config: Config, cwd: Path) -> str:

@@ -5,8 +5,11 @@ Owns: the words that say why not and what to do. Loading an object is library.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
 
 from . import library
 from .build import BuildError, Target, build
@@ -23,6 +26,10 @@ def lacks(capability: int | None = None) -> str | None:
         return None
     reasons = []
     for built in find(capability):
+        old = _too_old_a_driver(built)
+        if old is not None:
+            reasons.append(f"{built.library} {old}")
+            continue
         try:
             library.load(built.library)
         except (OSError, RuntimeError) as e:
@@ -32,6 +39,16 @@ def lacks(capability: int | None = None) -> str | None:
     if not reasons:
         reasons.append(_unbuilt(capability))
     return f"{'; '.join(reasons)}; what helps: {WAYS}"
+
+
+def _too_old_a_driver(built: Built) -> str | None:
+    """Machine code of one major version of CUDA needs a driver of that version; minor ones do not matter."""
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # a torch with CUDA has it
+    nvcc = re.search(r"release (\d+)\.", built.compiler)
+    has = int(ask()) // 1000 if ask is not None else 0
+    if not has or nvcc is None or int(nvcc[1]) <= has:
+        return None
+    return f"is of nvcc {nvcc[1]}, this driver is of CUDA {has}: build with a toolkit of {has}.x"
 
 
 def _unbuilt(capability: int | None) -> str:

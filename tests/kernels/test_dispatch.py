@@ -111,14 +111,13 @@ def missing(_):
 
 def test_a_missing_choice_names_what_lacks_and_is_not_replaced():
     assert refusal({"rmsnorm": "native"}, H100, [*REFERENCES, native(lacking=missing)]) == [
-        "kernels.rmsnorm=native: rmsnorm: not built; choose auto or reference for kernels.rmsnorm, "
-        "or set kernels.strict=false"
+        "kernels.rmsnorm=native: rmsnorm: not built; choose reference, or set kernels.strict=false"
     ]
 
 
 def test_auto_on_a_gpu_expects_our_kernels():
     assert refusal({}, H100, [*REFERENCES, native(lacking=missing)]) == [
-        "kernels.rmsnorm=auto: native: not built; kernels.strict=false has the next best take over"
+        "kernels.default=auto: rmsnorm: native: not built; or kernels.strict=false, and the next best takes over"
     ]
 
 
@@ -152,7 +151,7 @@ def test_the_wrong_device_is_named():
 
 def test_an_op_without_that_implementation_says_what_to_choose():
     assert refusal({"dropout": "native"}, "cpu", [*REFERENCES, native()]) == [
-        "kernels.dropout=native: dropout has no such implementation; choose auto or reference for kernels.dropout"
+        "kernels.dropout=native: dropout: no such implementation; choose auto or reference"
     ]
 
 
@@ -165,13 +164,16 @@ def test_unknown_names_come_with_the_nearest_and_the_known_all_at_once():
     assert third == "kernels.default=zzz: unknown implementation; known: auto, reference, sdpa"
 
 
-def test_an_unavailable_default_names_every_op_it_fails_for():
+def test_ops_that_lack_the_same_share_a_line():
     rows = [native(lacking=missing), native(op="swiglu", load=lambda: fast_swiglu, lacking=missing)]
-    lines = refusal({"default": "native"}, H100, [*REFERENCES, *rows])
-    assert [line.partition(": not built; ")[0] for line in lines] == [
-        "kernels.default=native: rmsnorm",
-        "kernels.default=native: swiglu",
+    rows.append(row(op="adamw", name="native", lacking=lambda _: "another reason"))
+    assert refusal({"default": "native", "swiglu": "auto"}, H100, [*REFERENCES, *rows]) == [
+        "kernels.default=native: rmsnorm: not built; choose reference, or set kernels.strict=false",
+        "kernels.swiglu=auto: swiglu: native: not built; or kernels.strict=false, and the next best takes over",
+        "kernels.default=native: adamw: another reason; choose reference, or set kernels.strict=false",
     ]
+    (line,) = refusal({}, H100, [*REFERENCES, *rows[:2]])
+    assert line.startswith("kernels.default=auto: rmsnorm, swiglu: native: not built; ")
 
 
 def test_auto_takes_the_best_that_is_there_and_only_for_its_op():

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from stoker.launcher import code, kernels
+from stoker.conf.compose import compose
+from stoker.launcher import code, kernels, prepare
 from stoker.launcher.run import bootstrap
 
 CSRC = Path(code.__file__).parents[1] / "kernels" / "csrc"
@@ -68,6 +69,28 @@ def test_built_kernels_and_measurements_travel_with_a_runs_code(
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_warned"),
+    [
+        (["cluster.gpus_per_node=8"], True),
+        (["cluster.gpus_per_node=8", "kernels=reference"], False),
+        (["cluster.gpus_per_node=8", "task.cmd=[train.sh]"], False),
+        ([], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_launch_onto_gpus_without_built_kernels_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], is_warned: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("STOKER_KERNELS_CACHE", raising=False)
+    config = compose(overrides).config
+    warnings = prepare._kernels(config, code.collect(tmp_path))
+    assert [text.startswith("kernels: none are built here to go along") for text in warnings] == [True] * is_warned
+    put(tmp_path, "a" * 32, [90])
+    assert prepare._kernels(config, code.collect(tmp_path)) == []
+
+
 LOAD = """
 from stoker.kernels.native import library, ready
 assert ready.lacks(90) is None, ready.lacks(90)
@@ -113,8 +136,6 @@ def test_in_a_container_it_runs_from_a_copy_of_the_sources_with_the_containers_p
 
 
 def test_pyxis_is_entered_by_a_step_of_its_own(tmp_path: Path) -> None:
-    from stoker.conf.compose import compose
-
     image = tmp_path / "torch.sqsh"
     overrides = ["container.runtime=pyxis", f"container.image={image}", "cluster.partition=gpu", "cluster.account=me"]
     plain = compose(overrides).plain

@@ -106,7 +106,7 @@ def put(cache: Path, name: str, sources: Path, architectures: tuple[int, ...], e
         architectures,
         max(architectures),
         emulated,
-        "nvcc",
+        "nvcc release 13.0, V13.0.88",
         "2.11",
         4,
         time.time(),
@@ -262,6 +262,15 @@ def test_what_is_not_built_is_said_with_what_helps(empty_cache: Path, monkeypatc
     put(empty_cache, "a" * 32, caches.CSRC, (100,))
     assert (ready.lacks(90) or "").startswith("not built for sm_90: only for sm_100 in ")
     assert "cannot be loaded" in (ready.lacks(100) or "")
+
+
+def test_a_driver_that_is_older_than_the_compiler_is_named(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.kernels.native.library.loaded", lambda: None)
+    put(empty_cache, "a" * 32, caches.CSRC, (90,))
+    monkeypatch.setattr("torch._C._cuda_getDriverVersion", lambda: 12080, raising=False)
+    assert "is of nvcc 13, this driver is of CUDA 12: build with a toolkit of 12.x; what" in (ready.lacks(90) or "")
+    monkeypatch.setattr("torch._C._cuda_getDriverVersion", lambda: 13000, raising=False)
+    assert "cannot be loaded" in (ready.lacks(90) or "")
 
 
 def test_at_first_use_a_device_gets_its_own_architecture_or_the_newest_before_it(
