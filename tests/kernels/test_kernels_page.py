@@ -1,0 +1,31 @@
+"""docs/kernels.md promises no implementation that is not in the table."""
+
+from pathlib import Path
+
+from stoker.kernels.implementations import APEX, IMPLEMENTATIONS, NATIVE
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+
+
+def rows() -> dict[str, list[str]]:
+    """op -> the other columns."""
+    found = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        ops, *columns = (cell.strip() for cell in line.strip("|").split("|"))
+        if line.startswith("|") and len(columns) == 4 and ops not in ("op", "---"):
+            found |= {op: columns for op in ops.split(", ")}
+    return found
+
+
+def test_the_page_lists_ops_with_the_implementations_that_they_have() -> None:
+    found = rows()
+    assert len(found) > 10
+    others: dict[str, list[str]] = {}
+    for row in IMPLEMENTATIONS:
+        if row.name not in ("reference", "native", "apex"):
+            others.setdefault(row.op, []).append(row.name)
+    for op, (native, apex, other, dtypes) in found.items():
+        assert native == ("yes" if op in NATIVE else ""), op
+        assert apex in ("", f"`{APEX[op][0]}`" if op in APEX else ""), op
+        assert sorted(filter(None, other.split(", "))) == sorted(others.get(op, [])), op
+        assert bool(dtypes) == bool(native), op
