@@ -38,6 +38,8 @@ NATIVE = {
 }
 # op -> (module below apex/, called as the extension that it calls; variable that has apex's build make the extension)
 APEX: dict[str, tuple[str, str]] = {
+    "rmsnorm": ("fused_layer_norm_cuda", "APEX_CUDA_EXT"),
+    "layernorm": ("fused_layer_norm_cuda", "APEX_CUDA_EXT"),
     "rope": ("fused_rotary_positional_embedding", "APEX_CUDA_EXT"),
     "adamw": ("amp_C", "APEX_CUDA_EXT"),
     "l2norm": ("amp_C", "APEX_CUDA_EXT"),
