@@ -20,6 +20,9 @@ Function = Callable[..., Any]
 # op -> module below native/ that has a function of that name; it is imported after the library has been loaded.
 NATIVE = {
     "moe_topk": "moe_topk",
+    "moe_sort": "moe_permute",
+    "moe_permute": "moe_permute",
+    "moe_unpermute": "moe_permute",
     "rmsnorm": "rmsnorm",
     "layernorm": "layernorm",
     "rope": "rope",
