@@ -26,6 +26,7 @@ class Rope(Protocol):
         scale: float = 1.0,
         interleaved: bool = False,
         cos_sin: tuple[Tensor, Tensor] | None = None,
+        inplace: bool = False,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -51,6 +52,7 @@ def rope(
     scale: float = 1.0,
     interleaved: bool = False,
     cos_sin: tuple[Tensor, Tensor] | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotate pairs of features by positions x inv_freq (Su et al. 2021, arXiv:2104.09864).
 
@@ -59,8 +61,10 @@ def rope(
     scale: factor on cos and sin (YaRN's attention factor), 1.0 for plain RoPE.
     interleaved: False pairs feature i with i + R / 2 (GPT-NeoX, Llama in transformers), True pairs 2i with 2i + 1
     (GPT-J, Meta's Llama). cos_sin: the result of `rope_cos_sin` for the same positions, inv_freq and scale, which
-    are then not read; None computes it here.
-    Returns (q, k), new tensors in the dtypes given. Gradients reach q and k only. Raises ValueError on shapes.
+    are then not read; None computes it here. inplace: the caller reads neither q nor k again, and they share no memory;
+    where no gradient is asked for, an implementation may then turn them where they lie.
+    Returns (q, k) in the dtypes given, new tensors unless `inplace`. Gradients reach q and k only. Raises ValueError on
+    shapes.
     """
     check_rope(q, k, positions, inv_freq, cos_sin)
     cos, sin = cos_sin if cos_sin is not None else rope_cos_sin(positions, inv_freq, scale, q.dtype)

@@ -31,6 +31,7 @@ def rope(
     scale: float = 1.0,
     interleaved: bool = False,
     cos_sin: tuple[Tensor, Tensor] | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See stoker.kernels.rope. float32, bfloat16 or float16 on CUDA, halves only, less than 2^31 elements. Cosines,
     sines, products and sums are each rounded to the dtype of q and k, which is coarser than the reference in half

@@ -1,7 +1,8 @@
 """Rotary embedding by csrc/rope.cu: the op over the raw ops, and its gradients. Import after `library.load`.
 
-Gradients never go through the form in place: it would save no traffic, autograd would copy the views' gradients, and
-what selective recomputation knows by its storage would no longer be what is stored there.
+Where a gradient is asked for, nothing is turned in place. It would save no traffic, only memory for a moment; autograd
+would copy the gradients of views whole, and what is made again in a backward pass would be known by a storage that
+holds something else by then.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ def rope(
     scale: float = 1.0,
     interleaved: bool = False,
     cos_sin: tuple[Tensor, Tensor] | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See stoker.kernels.rope. q, k: one of float32, bfloat16, float16 on CUDA; read where they lie if features are
-    side by side. cos_sin: float32."""
+    side by side. cos_sin: float32. inplace: features lie side by side."""
     try:
         cos, sin = rope_cos_sin(positions, inv_freq, scale, q.dtype) if cos_sin is None else cos_sin
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             both: tuple[Tensor, Tensor] = apply(_Rope, q, k, cos, sin, interleaved)
             return both
+        if inplace:
+            _rope_in_place(q, k, cos, sin, interleaved, 1)
+            return q, k
         return _rope(q, k, cos, sin, interleaved, 1)  # type: ignore[no-any-return]
     except RuntimeError as error:
         refuse("rope", error, lambda: check_rope(q, k, positions, inv_freq, cos_sin))

@@ -56,7 +56,9 @@ class Attention(Branch):
         if self.rotation is not None:
             frequencies, factor, cos_sin = shared.rotations[self.rotation]
             positions_BS = shared.batch.positions
-            q_BSHE, k_BSKE = self.ops.rope(q_BSHE, k_BSKE, positions_BS, frequencies, factor, cos_sin=cos_sin)
+            q_BSHE, k_BSKE = self.ops.rope(
+                q_BSHE, k_BSKE, positions_BS, frequencies, factor, cos_sin=cos_sin, inplace=True
+            )
         out_BSHE = self.context.attention(
             q_BSHE,
             k_BSKE,

@@ -161,6 +161,32 @@ def test_in_place_leaves_the_values_of_a_fused_projection_alone(rope):
     assert not torch.equal(of_k, k)
 
 
+def test_inplace_turns_where_they_lie_unless_gradients_are_asked_for(rope):
+    q, k, positions = inputs(SHAPES[3])
+    wanted = rope(q, k, positions, inv_freq(32))
+    given = parts_of_a_projection(q, k)
+    found = rope(*given, positions, inv_freq(32), inplace=True)
+    assert [t.data_ptr() for t in found] == [t.data_ptr() for t in given]
+    leaves = [t.clone().requires_grad_() for t in (q, k)]
+    with_grad = rope(*leaves, positions, inv_freq(32), inplace=True)
+    assert torch.equal(leaves[0], q)
+    with torch.no_grad():
+        without = rope(*leaves, positions, inv_freq(32), inplace=True)
+    for results in (found, with_grad, without):
+        assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
+    assert without[0].data_ptr() == leaves[0].data_ptr()
+
+
+def test_inplace_compiles_to_one_graph(rope):
+    q, k, positions = inputs((2, 3, 4, 2, 16, 16))
+
+    def step(a, b):
+        return rope(a * 2, b * 2, positions, inv_freq(16), inplace=True)
+
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k)
+    assert all(torch.equal(a, b) for a, b in zip(found, step(q, k), strict=True))
+
+
 def test_inputs_are_left_alone_and_the_inverse_brings_them_back(rope):
     q, k, positions = inputs((2, 3, 4, 2, 16, 12))
     before = q.clone(), k.clone()
@@ -187,10 +213,12 @@ def test_the_same_bits_twice_and_in_any_order_of_threads(rope):
 
 
 def test_places_past_two_to_the_31_elements(rope):
-    """The last token of a sequence whose q alone has more than 2^31 elements."""
-    heads, width, far = 4, 64, 2**31 // 64 + 3
-    q = sparse(2, heads * width, torch.bfloat16, stride=far * width).view(1, 2, heads, width)
-    k = sparse(2, width, torch.bfloat16, stride=far * width).view(1, 2, 1, width)
+    """Tokens that lie further apart than that."""
+    width, far = 64, 2**31 + 192
+    q, k = (
+        sparse((far + heads * width,), torch.bfloat16).as_strided((1, 2, heads, width), (far, far, width, 1))
+        for heads in (4, 1)
+    )
     for x in (q, k):
         x[:, 1] = torch.randn(x.shape[2:])
     positions = torch.tensor([[0, 7]])
