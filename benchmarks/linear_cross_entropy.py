@@ -119,8 +119,8 @@ def main() -> None:
 TEXT = """# Last projection and loss on a CPU
 
 `python benchmarks/linear_cross_entropy.py`: {tokens} tokens, hidden {hidden}, {classes} classes. A step is forward
-and backward; what the forms are stands in the script. Extra memory is beyond inputs and their gradients. Times are CPU time,
-one step of each form in every round; the ratio is the median over rounds, with its quartiles.
+and backward; what the forms are stands in the script. Extra memory is beyond inputs and their gradients. Times are CPU
+time, one step of each form in every round; the ratio is the median over rounds, with its quartiles.
 
 | dtype | form | extra MiB | of plain | ms | time over plain | loss |
 |---|---|---|---|---|---|---|
