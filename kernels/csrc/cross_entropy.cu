@@ -66,7 +66,7 @@ __global__ __launch_bounds__(kThreads, kResident / kThreads) void cross_entropy_
 template <int kPack, class F>
 void with_threads(int width, F&& function) {
     using std::integral_constant;
-    if (width <= kFewThreads * kUnroll * kPack) {
+    if (width <= 4 * kFewThreads * kPack) {
         return function(integral_constant<int, kPack>{}, integral_constant<int, kFewThreads>{});
     }
     function(integral_constant<int, kPack>{}, integral_constant<int, kManyThreads>{});

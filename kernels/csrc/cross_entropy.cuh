@@ -11,10 +11,13 @@
 namespace stoker {
 namespace {
 
-constexpr int kUnroll = 4;        // packs of 16 bytes that a thread has in flight
-constexpr int kFewThreads = 128;  // for rows of at most kFewThreads * kUnroll packs
+constexpr int kFewThreads = 128;  // for rows of at most 4 * kFewThreads packs
 constexpr int kManyThreads = 512;
 constexpr int kResident = 1024;   // threads of a multiprocessor at least: 64 registers each
+
+// Packs that a thread has in flight: 64 bytes where there are that many.
+template <class T, int N>
+constexpr int kUnroll = N * sizeof(T) > 16 ? 2 : 4;
 
 __device__ __forceinline__ float exponential(float x) {
     return expf(x);
@@ -96,33 +99,30 @@ __device__ __forceinline__ Online<Acc<T>> statistics(const T* row, int width, Ac
         mine.sum += exponential(logit - base);
     }
     const T* packs = row + cut.head;
-    for (int first = threadIdx.x; first < cut.packs; first += kUnroll * kThreads) {
-        Pack<T, N> given[kUnroll];
+    constexpr int kCount = kUnroll<T, N>;
+    for (int first = threadIdx.x; first < cut.packs; first += kCount * kThreads) {
+        Pack<T, N> given[kCount];
 #pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
+        for (int k = 0; k < kCount; ++k) {
             if (first + k * kThreads < cut.packs) {
                 given[k] = load<T, N>(packs + int64_t{first + k * kThreads} * N);
             }
         }
-        A logits[kUnroll][N];
-        A top = -INFINITY;
+        // Pack by pack, for all of them widened at once would not fit into registers.
 #pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
+        for (int k = 0; k < kCount; ++k) {
             if (first + k * kThreads < cut.packs) {
+                A logits[N];
+                A top = -INFINITY;
 #pragma unroll
                 for (int i = 0; i < N; ++i) {
-                    logits[k][i] = capped<kCap>(widen<A>(given[k][i]), cap);
-                    top = logits[k][i] > top ? logits[k][i] : top;
+                    logits[i] = capped<kCap>(widen<A>(given[k][i]), cap);
+                    top = logits[i] > top ? logits[i] : top;
                 }
-            }
-        }
-        const A base = mine.base(top);
-#pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
-            if (first + k * kThreads < cut.packs) {
+                const A base = mine.base(top);
 #pragma unroll
                 for (int i = 0; i < N; ++i) {
-                    mine.sum += exponential(logits[k][i] - base);
+                    mine.sum += exponential(logits[i] - base);
                 }
             }
         }
@@ -154,18 +154,19 @@ __device__ __forceinline__ void write_gradient(const T* row, G* grad, int width,
         return narrow<G>(result);
     };
     const T* packs = row + cut.head;
-    const int rounds = (cut.packs + kUnroll * kThreads - 1) / (kUnroll * kThreads);
+    constexpr int kCount = kUnroll<T, N>;
+    const int rounds = (cut.packs + kCount * kThreads - 1) / (kCount * kThreads);
     for (int round = rounds - 1; round >= 0; --round) {
-        const int first = round * kUnroll * kThreads + threadIdx.x;
-        Pack<T, N> given[kUnroll];
+        const int first = round * kCount * kThreads + threadIdx.x;
+        Pack<T, N> given[kCount];
 #pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
+        for (int k = 0; k < kCount; ++k) {
             if (first + k * kThreads < cut.packs) {
                 given[k] = load<T, N>(packs + int64_t{first + k * kThreads} * N);
             }
         }
 #pragma unroll
-        for (int k = 0; k < kUnroll; ++k) {
+        for (int k = 0; k < kCount; ++k) {
             const int p = first + k * kThreads;
             if (p < cut.packs) {
                 Pack<G, N> result;
