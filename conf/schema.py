@@ -314,6 +314,7 @@ class KernelsConfig:
     moe_sort: str | None = None  # order of tokens' copies by expert, counts
     moe_permute: str | None = None  # rows of tokens into that order
     moe_unpermute: str | None = None  # and back: weighted sums of each token's copies
+    quantize_fp8: str | None = None  # to float8 by one scale per tensor
     strict: bool = (
         True  # an implementation that is asked for, or native on a GPU, and is not there: error; false: reference
     )

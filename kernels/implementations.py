@@ -23,6 +23,7 @@ NATIVE = {
     "moe_sort": "moe_permute",
     "moe_permute": "moe_permute",
     "moe_unpermute": "moe_permute",
+    "quantize_fp8": "quantize_fp8",
     "rmsnorm": "rmsnorm",
     "layernorm": "layernorm",
     "rope": "rope",

@@ -19,6 +19,7 @@ from .layernorm import LayerNorm
 from .linear_cross_entropy import LinearCrossEntropy
 from .moe_permute import MoePermute, MoeSort, MoeUnpermute
 from .moe_topk import MoeTopk
+from .quantize_fp8 import QuantizeFp8
 from .rmsnorm import RmsNorm
 from .rope import Rope
 from .rounding import StochasticRound
@@ -60,6 +61,7 @@ class Ops:
     moe_sort: MoeSort
     moe_permute: MoePermute
     moe_unpermute: MoeUnpermute
+    quantize_fp8: QuantizeFp8
     choices: tuple[Choice, ...]
 
 

@@ -12,6 +12,7 @@ from .layernorm import layernorm
 from .linear_cross_entropy import linear_cross_entropy
 from .moe_permute import moe_permute, moe_sort, moe_unpermute
 from .moe_topk import moe_topk
+from .quantize_fp8 import quantize_fp8
 from .rmsnorm import rmsnorm
 from .rope import rope
 from .rounding import stochastic_round
@@ -35,6 +36,7 @@ __all__ = [
     "moe_sort",
     "moe_topk",
     "moe_unpermute",
+    "quantize_fp8",
     "rmsnorm",
     "rope",
     "scale",

@@ -46,7 +46,7 @@ SMALL = Sizes(1, 24, 64, 4, 2, 16, 96, 500, 24, 10_000)
 
 def cases(sizes: Sizes) -> tuple[Case, ...]:
     """All of them."""
-    return (*_norms(sizes), *_pointwise(sizes), *_losses(sizes), *_optimizer(sizes))
+    return (*_norms(sizes), *_pointwise(sizes), *_losses(sizes), *_experts(sizes), *_optimizer(sizes))
 
 
 def _norms(s: Sizes) -> Iterator[Case]:
@@ -104,6 +104,32 @@ def _rotate(interleaved: bool) -> Callable[[Function, list[Any]], tuple[Tensor, 
         return tuple(op(q, k, positions, frequencies, interleaved=interleaved, cos_sin=(cos, sin)))
 
     return call
+
+
+def _experts(s: Sizes) -> Iterator[Case]:
+    """Mixtral's 8 experts of which 2 are chosen, and a router of 256 with 8."""
+
+    def plan(m: Maker) -> list[Any]:
+        choice = m.normal(s.tokens, 8, dtype=torch.float32).argsort(1)[:, :2].contiguous()
+        return list(reference.moe_sort(choice, 8)[:2])
+
+    def unsorted(m: Maker) -> list[Any]:
+        return [m.normal(s.tokens, s.hidden), *plan(m)]
+
+    def weighted(m: Maker) -> list[Any]:
+        return [m.normal(2 * s.tokens, s.hidden), *plan(m), m.normal(s.tokens, 2, dtype=torch.float32)]
+
+    def sort(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        return tuple(op(v[0], 8))
+
+    def scores(m: Maker) -> list[Any]:
+        return [m.normal(s.tokens, 256, dtype=torch.float32).sigmoid_(), m.normal(256, dtype=torch.float32, scale=0.1)]
+
+    size = f"{s.tokens} x {s.hidden}"
+    yield Case("moe_topk", f"{s.tokens} x 256, 8 chosen", scores, lambda f, v: (f(v[0], 8, v[1], True)[1],), (0,), (0,))
+    yield Case("moe_sort", f"{s.tokens} x 2", lambda m: [m.integers(8, s.tokens, 2)], sort)
+    yield Case("moe_permute", f"{size}, 2 each", unsorted, lambda f, v: (f(v[0], v[1], v[2]),), (0,))
+    yield Case("moe_unpermute", f"{size}, 2 each", weighted, lambda f, v: (f(*v),), (0, 3), (0, 3))
 
 
 def _losses(s: Sizes) -> Iterator[Case]:

@@ -67,6 +67,7 @@ def test_the_ops_of_this_package():
         "moe_sort",
         "moe_permute",
         "moe_unpermute",
+        "quantize_fp8",
     )
 
 

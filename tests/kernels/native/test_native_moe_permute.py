@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter
+from emulated_runs import assert_order_does_not_matter, sparse
 from stoker.kernels import reference
 from torch.library import opcheck
 
@@ -135,6 +135,17 @@ def test_the_same_bits_in_every_order_of_threads(native):
     assert_order_does_not_matter(
         lambda: tuple(moved(native.moe_permute, native.moe_unpermute, x, weights, plan, torch.ones(300, 20)))
     )
+
+
+def test_rows_past_2_to_the_31_elements(native):
+    rows = sparse((2**31 // 64 + 4, 64), torch.bfloat16)
+    rows[-1], places, weights = torch.arange(64), torch.tensor([[len(rows) - 1, len(rows)]]), torch.tensor([[2.0, 9.0]])
+    y = native.moe_unpermute(rows, torch.zeros(0), places, weights)
+    assert y.tolist() == [[2 * i for i in range(64)]]
+    ones = torch.ones(1, 64, dtype=torch.bfloat16)
+    grad_rows, grad_weights = torch.ops.stoker.moe_unpermute_grad(ones, rows, places, weights)
+    assert grad_rows[-1].tolist() == [2.0] * 64
+    assert grad_weights.tolist() == [[2016.0, 0.0]]
 
 
 def test_gradcheck(native):
