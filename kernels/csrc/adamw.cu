@@ -159,6 +159,7 @@ void adamw(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Te
            std::vector<Tensor> exp_avg_sqs, std::vector<Tensor> masters, std::optional<Tensor> scale, double number,
            double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
            std::vector<int64_t> addresses) {
+    const NoGraph no_graph;
     constexpr const char* kOp = "adamw";
     const Lists lists{params, grads, exp_avgs, exp_avg_sqs, masters, addresses};
     STOKER_CHECK(step >= 1, kOp, ": step ", step, "; the first is 1");

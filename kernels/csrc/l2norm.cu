@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(kFinalThreads) sum_partials(const double* __re
 }
 
 Tensor l2norm(std::vector<Tensor> tensors, bool squared) {
+    const NoGraph no_graph;
     constexpr const char* kOp = "l2norm";
     STOKER_CHECK(!tensors.empty(), kOp, ": no tensors");
     check_lists(kOp, tensors, {});

@@ -58,6 +58,7 @@ struct Copy {
 };
 
 void scale(std::vector<Tensor> given, std::optional<Tensor> factor, double number) {
+    const NoGraph no_graph;
     constexpr const char* kOp = "scale";
     check_lists(kOp, given, {});
     if (given.empty()) {
@@ -81,6 +82,7 @@ void scale(std::vector<Tensor> given, std::optional<Tensor> factor, double numbe
 }
 
 void cast_copy(std::vector<Tensor> given_targets, std::vector<Tensor> sources) {
+    const NoGraph no_graph;
     constexpr const char* kOp = "cast_copy";
     check_lists(kOp, given_targets, {{"sources", &sources}});
     if (given_targets.empty()) {

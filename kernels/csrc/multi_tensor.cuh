@@ -141,6 +141,18 @@ class MultiTensor {
     int64_t blocks_ = 0;
 };
 
+// While it lives, torch's own operations record no graph and take leaves as they are: autograd passes over these ops.
+class NoGraph {
+  public:
+    NoGraph() : before_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }
+    ~NoGraph() { aoti_torch_grad_mode_set_enabled(before_); }
+    NoGraph(const NoGraph&) = delete;
+    NoGraph& operator=(const NoGraph&) = delete;
+
+  private:
+    bool before_;
+};
+
 // A list that is updated in place: contiguous, and what was not gets its values back at finish().
 class Updated {
   public:

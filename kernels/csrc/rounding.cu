@@ -31,6 +31,7 @@ struct Round {
 };
 
 void stochastic_round(std::vector<Tensor> given_targets, std::vector<Tensor> values, std::vector<int64_t> addresses) {
+    const NoGraph no_graph;
     constexpr const char* kOp = "stochastic_round";
     check_lists(kOp, given_targets, {{"values", &values}});
     if (given_targets.empty()) {

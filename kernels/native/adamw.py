@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..adamw import check_adamw
 from ..rounding import RoundingAddress
-from .library import fake, raw, refuse
+from .library import fake, raw_without_gradient, refuse
 from .multi_tensor import mutated, number_and_tensor
 from .rounding import flat_addresses
 
-_adamw = raw("adamw")
+_adamw = raw_without_gradient("adamw")
 
 
 def adamw(
@@ -42,26 +41,25 @@ def adamw(
     try:
         number, tensor = number_and_tensor(grad_scale, params)
         addresses = flat_addresses(rounding, params)
-        with torch.no_grad():
-            _adamw(
-                params,
-                grads,
-                exp_avgs,
-                exp_avg_sqs,
-                masters or [],
-                tensor,
-                number,
-                lr,
-                beta1,
-                beta2,
-                eps,
-                weight_decay,
-                step,
-                addresses,
-            )
+        _adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            masters or [],
+            tensor,
+            number,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            step,
+            addresses,
+        )
     except RuntimeError as error:
         refuse("adamw", error, lambda: check_adamw(params, grads, exp_avgs, exp_avg_sqs, masters, step, rounding))
-    mutated(params, exp_avgs, exp_avg_sqs, masters or [])
+    mutated(params)  # averages and masters are in no graph
 
 
 @fake("adamw")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .library import fake, raw, refuse
+from .library import fake, raw_without_gradient, refuse
 
-_l2norm = raw("l2norm")
+_l2norm = raw_without_gradient("l2norm")
 
 
 def l2norm(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
@@ -20,8 +20,7 @@ def l2norm(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
     if not tensors:
         return torch.zeros(())
     try:
-        with torch.no_grad():
-            return _l2norm(tensors, squared)  # type: ignore[no-any-return]
+        return _l2norm(tensors, squared)  # type: ignore[no-any-return]
     except RuntimeError as error:
         refuse("l2norm", error, lambda: None)
 

@@ -16,6 +16,7 @@ import torch
 
 NAMESPACE = "stoker"
 _F = TypeVar("_F", bound=Callable[..., Any])
+_registrations = torch.library.Library(NAMESPACE, "IMPL")
 _loaded: list[Path] = []  # at most one: what is registered with torch's dispatcher stays for the life of the process
 
 
@@ -46,6 +47,12 @@ def fake(name: str) -> Callable[[_F], _F]:
     """Decorator: what an op returns for tensors without data, which torch.compile and meta tensors ask for."""
     register: Callable[[_F], _F] = torch.library.register_fake(f"{NAMESPACE}::{name}")
     return register
+
+
+def raw_without_gradient(name: str) -> Any:
+    """`raw` for an op that no gradient goes through: autograd passes over it, where it would be asked each time."""
+    _registrations.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    return raw(name)
 
 
 def refuse(op: str, error: RuntimeError, check: Callable[[], object]) -> NoReturn:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..cast_copy import check_cast_copy
 from ..scale import check_scale
-from .library import fake, raw, refuse
+from .library import fake, raw_without_gradient, refuse
 from .multi_tensor import mutated, number_and_tensor
 
-_scale, _cast_copy = raw("scale"), raw("cast_copy")
+_scale, _cast_copy = raw_without_gradient("scale"), raw_without_gradient("cast_copy")
 
 
 def scale(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -21,8 +20,7 @@ def scale(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         return check_scale(tensors, factor)
     try:
         number, tensor = number_and_tensor(factor, tensors)
-        with torch.no_grad():
-            _scale(tensors, tensor, number)
+        _scale(tensors, tensor, number)
     except RuntimeError as error:
         refuse("scale", error, lambda: check_scale(tensors, factor))
     mutated(tensors)
@@ -33,8 +31,7 @@ def cast_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if not targets:
         return check_cast_copy(targets, sources)
     try:
-        with torch.no_grad():
-            _cast_copy(targets, sources)
+        _cast_copy(targets, sources)
     except RuntimeError as error:
         refuse("cast_copy", error, lambda: check_cast_copy(targets, sources))
     mutated(targets)

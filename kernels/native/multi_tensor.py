@@ -15,7 +15,7 @@ def number_and_tensor(factor: float | Tensor, beside: Sequence[Tensor]) -> tuple
     return 1.0, factor.to(beside[0].device, torch.float32, non_blocking=True)
 
 
-def mutated(*lists: Sequence[Tensor]) -> None:
+def mutated(tensors: Sequence[Tensor]) -> None:
     """Have autograd know, so that a tensor that it has saved and a kernel has written to is an error."""
     if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
+        torch._C._increment_version(tensors)

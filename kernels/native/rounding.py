@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..rounding import RoundingAddress, check_stochastic_round
-from .library import fake, raw, refuse
+from .library import fake, raw_without_gradient, refuse
 from .multi_tensor import mutated
 
-_stochastic_round = raw("stochastic_round")
+_stochastic_round = raw_without_gradient("stochastic_round")
 
 
 def stochastic_round(targets: Sequence[Tensor], values: Sequence[Tensor], addresses: Sequence[RoundingAddress]) -> None:
@@ -20,8 +19,7 @@ def stochastic_round(targets: Sequence[Tensor], values: Sequence[Tensor], addres
         return check_stochastic_round(targets, values, addresses)
     try:
         flat = flat_addresses(addresses, targets)
-        with torch.no_grad():
-            _stochastic_round(targets, values, flat)
+        _stochastic_round(targets, values, flat)
     except RuntimeError as error:
         refuse("stochastic_round", error, lambda: check_stochastic_round(targets, values, addresses))
     mutated(targets)

@@ -197,7 +197,7 @@ def test_infinity_and_nan_come_out_as_by_the_reference(adamw):
 
 def test_past_two_to_the_31(adamw):
     n = 2**31 + 8192 * 2 + 5
-    tensors = [sparse(1, n, torch.float32)[0] for _ in range(4)]
+    tensors = [sparse((n,), torch.float32) for _ in range(4)]
     for t in tensors:
         t[-3:] = 1.0
     with only_blocks(0, -1):
@@ -236,6 +236,14 @@ def test_a_parameter_that_a_graph_has_saved_is_not_changed_unseen(adamw):
     assert param.grad_fn is None
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_leaves_of_any_strides_are_updated_without_a_graph(adamw):
+    param = torch.nn.Parameter(torch.ones(3, 4).t())
+    adamw([param], [torch.ones(4, 3)], [torch.zeros(4, 3)], [torch.zeros(4, 3)], None, **HYPER, step=1)
+    assert param.grad_fn is None
+    assert bool((param < 1).all())
+    assert torch.is_grad_enabled()
 
 
 def test_an_empty_list_is_fine(adamw):

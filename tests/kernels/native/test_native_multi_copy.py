@@ -69,7 +69,7 @@ def test_cast_copy_to_strided_and_unaligned(cast_copy):
 
 def test_past_two_to_the_31(scale, cast_copy):
     n = 2**31 + 16384 * 2 + 5
-    x, y = sparse(1, n, torch.bfloat16)[0], sparse(1, n, torch.float32)[0]
+    x, y = sparse((n,), torch.bfloat16), sparse((n,), torch.float32)
     x[-3:] = 1.0
     with only_blocks(-1):
         scale([x], 2.0)
