@@ -262,7 +262,7 @@ def test_the_order_of_threads_does_not_matter(native):
 
 def test_rows_past_2_31_elements(native):
     n_classes, rows = 128_256, 17_000
-    logits = sparse(rows, n_classes, torch.bfloat16)
+    logits = sparse((rows, n_classes), torch.bfloat16)
     assert logits.numel() > 2**31
     logits[-1] = 4 * torch.randn(n_classes)
     targets = torch.zeros(rows, dtype=torch.int64)
