@@ -32,6 +32,7 @@ __device__ __forceinline__ void update(float& w, float g, float& m, float& v, fl
 enum class Weights { plain, with_masters, rounded };
 
 // P: the weights' dtype. Pointers: weights, gradients, averages, averages of squares, masters.
+// claim: each_chunk<AdamW<.*>: 16-byte loads and stores
 template <class P, class G, Weights kind>
 struct AdamW {
     static constexpr int kPointers = kind == Weights::with_masters ? 5 : 4;

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kFinalThreads = 1024;
 
+// claim: each_chunk<SumOfSquares<.*>: 16-byte loads
 template <class T>
 struct SumOfSquares {
     static constexpr int kPointers = 1;

@@ -4,6 +4,7 @@
 namespace stoker {
 namespace {
 
+// claim: each_chunk<Scale<.*>: 16-byte loads and stores
 template <class T>
 struct Scale {
     static constexpr int kPointers = 1;
@@ -28,6 +29,7 @@ struct Scale {
     }
 };
 
+// claim: each_chunk<Copy<(float, float|bf16, bf16|half, half|bf16, half|half, bf16)> >: 16-byte loads and stores
 template <class To, class From>
 struct Copy {
     static constexpr int kPointers = 2;

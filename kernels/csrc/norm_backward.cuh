@@ -73,7 +73,7 @@ __device__ __forceinline__ Pack<T, N> input_grad(const Pack<T, N>& g, const Pack
 
 constexpr int kNarrowRowsBackward = 2;  // per thread at once
 
-// claim: backward_(narrow|wide)<\w+, [48], \w+>: 16-byte loads and stores
+// claim: norm::backward_(narrow|wide)<\w+, [48], \w+>: 16-byte loads and stores
 template <class T, int N, bool kCentred>
 __global__ void __launch_bounds__(kNarrowThreads) backward_narrow(Backward<T, kCentred> b, int lanes) {
     using A = Acc<T>;

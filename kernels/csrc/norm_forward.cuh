@@ -75,7 +75,7 @@ __device__ __forceinline__ A sum_of_squares(const Pack<T, N>& pack, A centre) {
 constexpr int kNarrowRows = 4;  // per thread, so many loads are on their way at once
 
 // The variance is that of the centred values: E[x^2] - E[x]^2 cancels.
-// claim: forward_(narrow|wide)<\w+, [48], \w+>: 16-byte loads and stores
+// claim: norm::forward_(narrow|wide)<\w+, [48], \w+>: 16-byte loads and stores
 template <class T, int N, bool kCentred>
 __global__ void __launch_bounds__(kNarrowThreads) forward_narrow(Forward<T, kCentred> f, int lanes) {
     using A = Acc<T>;

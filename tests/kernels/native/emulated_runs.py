@@ -61,11 +61,15 @@ def assert_order_does_not_matter(run: Callable[[], torch.Tensor | tuple[torch.Te
             assert same, f"result {k} differs between {ORDERS[0]} and {order}: a barrier is missing"
 
 
-def sparse(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory only where they are written: of any size that the address space has."""
-    size = math.prod(shape) * dtype.itemsize
+def sparse(rows: int, width: int, dtype: torch.dtype, stride: int | None = None) -> torch.Tensor:
+    """Zeros [rows, width] that take memory only where they are written: of any size that the address space has.
+
+    stride: elements from one row to the next; `width` if None.
+    """
+    stride = width if stride is None else stride
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype).view(shape)
+    memory = mmap.mmap(-1, ((rows - 1) * stride + width) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, width), (stride, 1))
 
 
 class FarRows:
@@ -89,7 +93,7 @@ class FarRows:
 
     def random(self, scale: float = 1.0) -> torch.Tensor:
         """New, normally distributed at both ends, zero between them."""
-        tensor = sparse(self.shape, self.dtype)
+        tensor = sparse(self.rows, math.prod(self.shape[1:]), self.dtype).view(self.shape)
         tensor[self._ends] = (scale * torch.randn(4, *self.shape[1:])).to(self.dtype)
         return tensor
 

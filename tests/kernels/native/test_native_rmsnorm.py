@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused_as_the_reference_does(rmsnorm):
         rmsnorm(x.bfloat16(), torch.ones(8).half(), EPS)
 
 
-@pytest.mark.parametrize("width", [64, 8192])
+@pytest.mark.parametrize("width", [8192])
 def test_offsets_past_2_to_the_31(rmsnorm, width):
     far = FarRows((width,), torch.bfloat16)
     x, residual, grad_y = far.random(), far.random(), far.random()
