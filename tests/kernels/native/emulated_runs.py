@@ -61,15 +61,17 @@ def assert_order_does_not_matter(run: Callable[[], torch.Tensor | tuple[torch.Te
             assert same, f"result {k} differs between {ORDERS[0]} and {order}: a barrier is missing"
 
 
-def sparse(rows: int, width: int, dtype: torch.dtype, stride: int | None = None) -> torch.Tensor:
-    """Zeros [rows, width] that take memory only where they are written: of any size that the address space has.
+def sparse(shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> torch.Tensor:
+    """Zeros that take memory only where they are written: of any size that the address space has.
 
-    stride: elements from one row to the next; `width` if None.
+    stride: elements from one place of the first dimension to the next; None: contiguous.
     """
-    stride = width if stride is None else stride
+    within = math.prod(shape[1:])
+    stride = within if stride is None else stride
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    memory = mmap.mmap(-1, ((rows - 1) * stride + width) * dtype.itemsize, flags=flags)
-    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, width), (stride, 1))
+    memory = mmap.mmap(-1, ((shape[0] - 1) * stride + within) * dtype.itemsize, flags=flags)
+    flat = torch.frombuffer(memory, dtype=dtype)
+    return flat.as_strided((shape[0], within), (stride, 1)).unflatten(1, shape[1:]) if shape[1:] else flat
 
 
 class FarRows:
@@ -93,7 +95,7 @@ class FarRows:
 
     def random(self, scale: float = 1.0) -> torch.Tensor:
         """New, normally distributed at both ends, zero between them."""
-        tensor = sparse(self.rows, math.prod(self.shape[1:]), self.dtype).view(self.shape)
+        tensor = sparse(self.shape, self.dtype)
         tensor[self._ends] = (scale * torch.randn(4, *self.shape[1:])).to(self.dtype)
         return tensor
 

@@ -147,12 +147,12 @@ def test_the_same_bits_twice_and_in_any_order_of_threads(op):
 def test_places_past_two_to_the_31_elements(op):
     """Rows whose distance is beyond 2^31 elements, and the last block of a tensor that long."""
     near = inputs(op, (1, 64), torch.bfloat16)
-    far = [sparse(2, 64, torch.bfloat16, stride=2**31 + 64) for _ in near]
+    far = [sparse((2, 64), torch.bfloat16, stride=2**31 + 64) for _ in near]
     for x, values in zip(far, near, strict=True):
         x[1] = values[0]
     wanted = outputs_and_grads(native(op), near)
     assert torch.equal(native(op)(*far)[1:], wanted[0])
-    given = [sparse(1, 2**31 + 512, torch.bfloat16)] * len(near)
+    given = [sparse((1, 2**31 + 512), torch.bfloat16)] * len(near)
     given[0][0, -64:] = near[0][0]
     with only_blocks(-1):
         found = native(op)(*given)

@@ -139,14 +139,14 @@ def test_places_past_two_to_the_31_elements(op, width):
     grad = torch.randn(1, width).bfloat16()
     wanted = outputs_and_grads(normed(op), [near, *weights], grad)
     # Rows whose distance is beyond 2^31 elements ...
-    x, upstream = (sparse(2, width, torch.bfloat16, stride=2**31 + width) for _ in range(2))
+    x, upstream = (sparse((2, width), torch.bfloat16, stride=2**31 + width) for _ in range(2))
     x[1], upstream[1] = near[0], grad[0]
     found = outputs_and_grads(normed(op), [x, *weights], upstream)
     assert torch.equal(found[0][1:], wanted[0])
     assert torch.equal(found[1][1:], wanted[1])
     assert all(torch.equal(a, b) for a, b in zip(found[2:], wanted[2:], strict=True))
     # ... and the last row of a tensor that long, as it is written.
-    x = sparse(2**31 // width + 4, width, torch.bfloat16)
+    x = sparse((2**31 // width + 4, width), torch.bfloat16)
     x[-1] = near[0]
     with only_blocks(-1):
         y = native(op)(x, *weights, EPS)

@@ -216,7 +216,7 @@ def test_places_past_two_to_the_31_elements(rope):
     """Tokens that lie further apart than that."""
     width, far = 64, 2**31 + 192
     q, k = (
-        sparse(1, far + heads * width, torch.bfloat16)[0].as_strided((1, 2, heads, width), (far, far, width, 1))
+        sparse((far + heads * width,), torch.bfloat16).as_strided((1, 2, heads, width), (far, far, width, 1))
         for heads in (4, 1)
     )
     for x in (q, k):
