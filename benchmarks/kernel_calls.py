@@ -23,6 +23,7 @@ import torch
 from measuring import machine
 from stoker.kernels.native import library
 from stoker.kernels.native.build import Target, build
+from torch import Tensor
 
 LIMITS = (1.0, 15.0)  # microseconds on top of the raw op: without gradients, with them
 
@@ -39,23 +40,77 @@ class Call:
 
 def calls() -> list[Call]:
     """Modules of native ops bind raw ops when they are imported, so they are imported here, after the library."""
+    from stoker.kernels.native.cross_entropy import cross_entropy, cross_entropy_stats
+    from stoker.kernels.native.glu import gelu, swiglu
+    from stoker.kernels.native.layernorm import layernorm
+    from stoker.kernels.native.moe_permute import moe_permute, moe_unpermute
+    from stoker.kernels.native.moe_topk import moe_topk
     from stoker.kernels.native.rmsnorm import rmsnorm
+    from stoker.kernels.native.rope import rope
 
     raw = torch.ops.stoker
-    x, weight = torch.empty(0, 64), torch.ones(64)
-    leaf, residual = x.clone().requires_grad_(), x.clone()
+    x, weight, bias, more = torch.empty(0, 64), torch.ones(64), torch.zeros(64), torch.empty(0, 64)
+    q, k = torch.empty(1, 0, 4, 16), torch.empty(1, 0, 2, 16)
+    cos, sin, positions, frequencies = (
+        torch.empty(1, 0, 8),
+        torch.empty(1, 0, 8),
+        torch.empty(1, 0).long(),
+        torch.ones(8),
+    )
+    targets, choices, copies = torch.empty(0).long(), torch.empty(0, 2).long(), torch.empty(0).long()
+    weights = torch.empty(0, 2)
+    top = raw.moe_topk.default
+
+    def call(name: str, raw_op: Callable[[], object], ours: Callable[[Tensor], object], first: Tensor) -> Call:
+        leaf = first.clone().requires_grad_()
+        return Call(name, raw_op, lambda: ours(first), lambda: ours(leaf))
+
     return [
-        Call(
-            "rmsnorm",
-            lambda: raw.rmsnorm.default(x, weight, 1e-5, 0.0),
-            lambda: rmsnorm(x, weight, 1e-5),
-            lambda: rmsnorm(leaf, weight, 1e-5),
+        call("rmsnorm", lambda: raw.rmsnorm.default(x, weight, 1e-5, 0.0), lambda t: rmsnorm(t, weight, 1e-5), x),
+        call(
+            "rmsnorm, residual",
+            lambda: raw.rmsnorm_residual.default(x, more, weight, 1e-5, 0.0),
+            lambda t: rmsnorm(t, weight, 1e-5, more),
+            x,
+        ),
+        call(
+            "layernorm",
+            lambda: raw.layernorm.default(x, weight, bias, 1e-5),
+            lambda t: layernorm(t, weight, bias, 1e-5),
+            x,
+        ),
+        call(
+            "rope",
+            lambda: raw.rope.default(q, k, cos, sin, False, 1),
+            lambda t: rope(t, k, positions, frequencies, cos_sin=(cos, sin)),
+            q,
+        ),
+        call("swiglu", lambda: raw.swiglu.default(x, more), lambda t: swiglu(t, more), x),
+        call("gelu", lambda: raw.gelu.default(x), gelu, x),
+        call(
+            "cross_entropy",
+            lambda: raw.cross_entropy.default(x, targets, -100, 0.0),
+            lambda t: cross_entropy(t, targets),
+            x,
         ),
         Call(
-            "rmsnorm, residual",
-            lambda: raw.rmsnorm_residual.default(x, residual, weight, 1e-5, 0.0),
-            lambda: rmsnorm(x, weight, 1e-5, residual),
-            lambda: rmsnorm(leaf, weight, 1e-5, residual),
+            "cross_entropy_stats",
+            lambda: raw.cross_entropy_stats.default(x, targets, 0),
+            lambda: cross_entropy_stats(x, targets),
+            None,
+        ),
+        call("moe_topk", lambda: top(x, 2, None, False, 1.0, 0.0), lambda t: moe_topk(t, 2), x),
+        call(
+            "moe_permute",
+            lambda: raw.moe_permute.default(x, choices, 0),
+            lambda t: moe_permute(t, copies, choices),
+            x,
+        ),
+        call(
+            "moe_unpermute",
+            lambda: raw.moe_unpermute.default(x, choices, weights),
+            lambda t: moe_unpermute(t, copies, choices, weights),
+            x,
         ),
     ]
 
