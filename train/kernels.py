@@ -47,6 +47,8 @@ def _have_built(settings: KernelsConfig, device: Device, grid: Grid) -> None:
     problem = None
     if grid.device.index in (None, 0) and device.capability is not None:
         problem = build_if_missing(device.capability, settings.architectures, say=print)
+    if problem is not None:
+        print(problem)
     for rank, text in enumerate(grid.control.all_gather_json(problem)):
         if text is not None and settings.strict:
             raise ValueError(f"{text}\n(rank {rank}; kernels=reference does without, kernels.strict=false too)")

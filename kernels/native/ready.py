@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -98,9 +97,3 @@ def build_if_missing(
 def _nearest(capability: int, known: Sequence[int]) -> int:
     """The device's own architecture, or the newest before it: its PTX serves as well."""
     return max((a for a in known if a <= capability), default=capability)
-
-
-def object_path(capability: int | None = None) -> Path | None:
-    """Of the object for a device, without loading it."""
-    found = find(capability)
-    return found[0].library if found else None

@@ -13,7 +13,7 @@ def rows() -> dict[str, list[str]]:
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         ops, *columns = (cell.strip() for cell in line.strip("|").split("|"))
         if line.startswith("|") and len(columns) == 4 and ops not in ("op", "---"):
-            found |= {op: columns for op in ops.split(", ")}
+            found |= dict.fromkeys(ops.split(", "), columns)
     return found
 
 
