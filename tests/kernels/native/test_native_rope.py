@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 5e-7, torch.bfloat16: 4.0e-3, torch.float16: 5e-4}
 SHAPES = [
     (2, 5, 5, 2, 64, 64),  # 4 or 2 heads side by side
     (1, 3, 9, 1, 48, 48),  # lanes that have no pair
-    (1, 2, 1, 1, 544, 544),  # more pairs than lanes
+    (1, 2, 6, 3, 544, 544),  # more pairs than lanes, more heads than are in flight
     (2, 3, 3, 1, 64, 32),  # the rest passes
     (1, 3, 2, 1, 20, 14),  # no pack of 16 bytes
     (1, 1, 1, 1, 2, 2),
