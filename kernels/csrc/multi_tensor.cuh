@@ -97,7 +97,7 @@ __device__ __forceinline__ void for_packs(int numel, bool aligned, Read&& read, 
 template <class Op>
 class MultiTensor {
   public:
-    // on_launch(op, blocks so far): may change the operation before a launch.
+    // An operation with launched(blocks) is told of each launch, after it.
     MultiTensor(Op op, const Launch& launch) : op_(op), launch_(launch) {}
 
     // All of one length and of the operation's dtypes. Empty ones are skipped.
