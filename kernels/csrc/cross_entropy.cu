@@ -15,7 +15,6 @@ struct Results {
     A *losses, *lse, *maximum, *sumexp, *target_logit;
 };
 
-// claim: cross_entropy_forward<\w+, [48], \w+>: 16-byte loads
 template <class T, int N, int kThreads>
 __global__ __launch_bounds__(kThreads, kResident / kThreads) void cross_entropy_forward(const T* __restrict__ logits, int64_t stride, int width, Targets targets,
                                       Acc<T> z_loss, Results<Acc<T>> out) {
@@ -42,7 +41,6 @@ __global__ __launch_bounds__(kThreads, kResident / kThreads) void cross_entropy_
 }
 
 // With maximum and sumexp of the whole vocabulary probabilities keep their digits at large logits; lse alone does as well.
-// claim: cross_entropy_backward<\w+, [48], \w+>: 16-byte loads and stores
 template <class T, int N, int kThreads>
 __global__ __launch_bounds__(kThreads, kResident / kThreads) void cross_entropy_backward(const T* logits, T* grad, int64_t stride, int64_t grad_stride, int width,
                                        Targets targets, const Acc<T>* lse, const Acc<T>* maximum,

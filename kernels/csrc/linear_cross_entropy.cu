@@ -9,7 +9,6 @@ namespace stoker {
 namespace {
 
 // Statistics, loss and gradient of a row in one launch. grad_losses null: no gradient. grad: may be the logits' memory.
-// claim: cross_entropy_whole<\w+, \w+, [48], .*>: 16-byte loads
 template <class T, class G, int N, int kThreads, bool kCap>
 __global__ __launch_bounds__(kThreads, kResident / kThreads) void cross_entropy_whole(const T* logits, G* grad, int64_t stride, int64_t grad_stride, int width,
                                     Targets targets, const T* grad_losses, int64_t grad_losses_stride, T z_loss, T cap,
