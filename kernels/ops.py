@@ -64,5 +64,9 @@ class Ops:
     quantize_fp8: QuantizeFp8
     choices: tuple[Choice, ...]
 
+    def is_reference(self, op: str) -> bool:
+        """Whether `op` is the reference, whose speed and memory on a device are another's."""
+        return any(c.op == op and c.implementation == "reference" for c in self.choices)
+
 
 OP_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Ops) if f.name != "choices")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from stoker.conf.schema import ModelConfig
-from stoker.kernels import select
+from stoker.kernels import reference, select
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import single
 from stoker.train.init import initialize
@@ -152,3 +152,22 @@ def test_half_precision_has_the_loss_of_single_precision(logit_softcap: float) -
     model, batch = build(replace(CONFIG, logit_softcap=logit_softcap)), make_batch()
     single_precision = float(model(batch).loss)
     assert float(model.to(torch.bfloat16)(batch).loss) == pytest.approx(single_precision, rel=5e-3)
+
+
+def test_half_precision_forms_no_whole_logits_where_a_kernel_does_the_joint_op() -> None:
+    calls = []
+
+    def joint(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        calls.append((x.dtype, tuple(weight.shape)))
+        return reference.linear_cross_entropy(x, weight, *args, **options)
+
+    plain = select()
+    choices = tuple(replace(c, implementation="native") if c.op == "linear_cross_entropy" else c for c in plain.choices)
+    results = []
+    for ops in (plain, replace(plain, linear_cross_entropy=joint, choices=choices)):
+        model = whole_model(CONFIG, ops)
+        initialize(model, decoder_table(CONFIG), single(), seed=3)
+        model.to(torch.bfloat16)
+        results.append(float(model(make_batch()).loss))
+    assert calls == [(torch.bfloat16, (CONFIG.vocab_size, CONFIG.hidden_size))]
+    assert results[1] == pytest.approx(results[0], rel=5e-3)

@@ -143,8 +143,8 @@ class Decoder(nn.Module):
     def _losses(self, h_TD: Tensor, targets_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """(losses, log-sum-exps), [T] each."""
         weight, z_loss = self.output_weight, self.config.z_loss
-        if weight.dtype != gradient_dtype(weight.dtype):
-            # Half precision: the joint op forms logits in float32, which takes longer than all logits at once.
+        if weight.dtype != gradient_dtype(weight.dtype) and self.ops.is_reference("linear_cross_entropy"):
+            # Half precision: the reference multiplies in float32, which takes longer than all logits at once.
             logits_TV = self._capped(linear(h_TD, weight, self.queue))
             return self.ops.cross_entropy(logits_TV, targets_T, IGNORE, z_loss, return_lse=True)
         # `scale` is promised, so gradients are formed while a chunk's logits exist: 0.8 of the time of all logits.
