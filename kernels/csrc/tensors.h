@@ -199,7 +199,7 @@ class Launch {
     // Not in libtorch_cpu, and only newer headers have a way around it: looked up, so that this library loads without CUDA.
     void* stream() const {
         using Getter = int32_t (*)(int32_t, void**);
-        static const auto getter = reinterpret_cast<Getter>(dlsym(RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+        static const auto getter = reinterpret_cast<Getter>(of_torch_cuda("aoti_torch_get_current_cuda_stream"));
         STOKER_CHECK(getter != nullptr, "this torch has no CUDA");
         void* stream = nullptr;
         STOKER_CHECK(getter(device_, &stream) == 0, "no current stream on device ", device_);
@@ -208,6 +208,12 @@ class Launch {
     int device() const { return device_; }
 
   private:
+    // Python loads torch's libraries with RTLD_LOCAL: no other library finds their symbols without asking the one by name.
+    static void* of_torch_cuda(const char* symbol) {
+        void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+        return dlsym(library == nullptr ? RTLD_DEFAULT : library, symbol);
+    }
+
     int32_t device_;
     torch::stable::accelerator::DeviceGuard guard_;
 #endif
