@@ -46,7 +46,8 @@ __global__ void sort_count(const int64_t* __restrict__ choice, int64_t* __restri
 
 // counts[block, bin] becomes the place of the block's first item of the bin; totals[bin]: items of an expert. One block of
 // kMostBins threads, one per bin.
-__global__ void sort_scan(int64_t* __restrict__ counts, int64_t* __restrict__ totals, int64_t blocks, int experts) {
+__global__ void __launch_bounds__(kMostBins) sort_scan(int64_t* __restrict__ counts, int64_t* __restrict__ totals,
+                                                       int64_t blocks, int experts) {
     __shared__ int64_t of_warp[kMostBins / kWarpSize];
     const int bin = threadIdx.x, lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     int64_t total = 0;
