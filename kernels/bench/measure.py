@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -66,7 +67,9 @@ def measure(case: Case, contenders: Mapping[str, Function], trusted: tuple[str, 
             yield Result(**about, error=f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e) else ''}"[:300])
         finally:
             if plan.device.type == "cuda":
-                torch.cuda.empty_cache()
+                # After an illegal access every call fails; what was measured before is still worth having.
+                with contextlib.suppress(RuntimeError):
+                    torch.cuda.empty_cache()
 
 
 def _times(case: Case, function: Function, plan: Plan) -> dict[str, Any]:
