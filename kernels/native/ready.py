@@ -5,10 +5,9 @@ Owns: the words that say why not and what to do. Loading an object is library.py
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Sequence
-
-import torch
 
 from . import library
 from .build import BuildError, Target, build
@@ -42,12 +41,21 @@ def lacks(capability: int | None = None) -> str | None:
 
 def _too_old_a_driver(built: Built) -> str | None:
     """Machine code of one major version of CUDA needs a driver of that version; minor ones do not matter."""
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)  # a torch with CUDA has it
     nvcc = re.search(r"release (\d+)\.", built.compiler)
-    has = int(ask()) // 1000 if ask is not None else 0
+    has = driver_version()
     if not has or nvcc is None or int(nvcc[1]) <= has:
         return None
     return f"is of nvcc {nvcc[1]}, this driver is of CUDA {has}: build with a toolkit of {has}.x"
+
+
+def driver_version() -> int:
+    """Major version of CUDA that the driver is of, 0 without one. By the driver's own library: not every torch says."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value // 1000
 
 
 def _unbuilt(capability: int | None) -> str:

@@ -267,9 +267,9 @@ def test_what_is_not_built_is_said_with_what_helps(empty_cache: Path, monkeypatc
 def test_a_driver_that_is_older_than_the_compiler_is_named(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stoker.kernels.native.library.loaded", lambda: None)
     put(empty_cache, "a" * 32, caches.CSRC, (90,))
-    monkeypatch.setattr("torch._C._cuda_getDriverVersion", lambda: 12080, raising=False)
+    monkeypatch.setattr(ready, "driver_version", lambda: 12)
     assert "is of nvcc 13, this driver is of CUDA 12: build with a toolkit of 12.x; what" in (ready.lacks(90) or "")
-    monkeypatch.setattr("torch._C._cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(ready, "driver_version", lambda: 13)
     assert "cannot be loaded" in (ready.lacks(90) or "")
 
 
@@ -302,3 +302,14 @@ def test_a_build_that_fails_at_first_use_is_a_reason_and_a_missing_compiler_is_l
     assert ready.build_if_missing(90) == "the kernels could not be built: x.cu: x.cu:1: bad"
     monkeypatch.setattr(ready, "find_toolchain", absent)
     assert ready.build_if_missing(90) is None
+
+
+def test_the_driver_says_of_which_cuda_it_is(tmp_path: Path) -> None:
+    # A library in the driver's place: the real one comes with a GPU only.
+    source = tmp_path / "driver.c"
+    source.write_text("int cuDriverGetVersion(int* version) { *version = 12080; return 0; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    ask = "from stoker.kernels.native.ready import driver_version; print(driver_version())"
+    environ = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", ask], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "12\n"
