@@ -37,7 +37,12 @@ SAME_KERNELS_AGAIN = {"test_native_cases.py", "test_native_dispatch.py"}
 # The argument with which a case is sound, the one with which it is not, the finding, and where it is.
 CASES = {
     "write_past_the_end": (63, 64, "heap-buffer-overflow", "bounds.cu:6"),
-    "read_past_static_shared": (63, 64, "insufficient space", "bounds.cu:13"),
+    "read_past_static_shared": (
+        63,
+        64,
+        "insufficient space|global-buffer-overflow",
+        "bounds.cu:13",
+    ),  # the first to see it
     "read_past_dynamic_shared": (63, 64, "heap-buffer-overflow", "bounds.cu:13"),
     "write_past_dynamic_shared": (0, 1, "heap-buffer-overflow", "bounds.cu:34"),
     "misaligned_vector": (0, 1, "misaligned address", "bounds.cu:41"),
@@ -62,7 +67,7 @@ def test_a_broken_access_is_reported_with_its_line(runs: dict[str, str], case: s
     assert runs[f"{case}:{good}"] == "0\n\n"
     report = runs[f"{case}:{bad}"]
     assert report.startswith(f"{FOUND}\n")
-    assert finding in report
+    assert re.search(finding, report)
     assert line in report
 
 
