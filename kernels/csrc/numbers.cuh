@@ -111,6 +111,16 @@ __device__ __forceinline__ Pack<T, N> load(const T* address) {
     return pack;
 }
 
+// An ordinary store in one instruction: left alone, the compiler cuts it into words where its parts are computed apart.
+template <class Unit>
+__device__ __forceinline__ void store_unit(Unit* address, const Unit& unit) {
+#ifdef STOKER_EMULATION
+    *address = unit;
+#else
+    __stwb(address, unit);
+#endif
+}
+
 template <class T, int N>
 __device__ __forceinline__ void store(T* address, const Pack<T, N>& pack) {
     if constexpr (N == 1) {
@@ -122,7 +132,7 @@ __device__ __forceinline__ void store(T* address, const Pack<T, N>& pack) {
         memcpy(units, &pack, bytes);
 #pragma unroll
         for (int i = 0; i < bytes / static_cast<int>(sizeof(Unit)); ++i) {
-            reinterpret_cast<Unit*>(address)[i] = units[i];
+            store_unit(reinterpret_cast<Unit*>(address) + i, units[i]);
         }
     }
 }
