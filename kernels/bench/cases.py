@@ -46,7 +46,7 @@ SMALL = Sizes(1, 24, 64, 4, 2, 16, 96, 500, 24, 10_000)
 
 def cases(sizes: Sizes) -> tuple[Case, ...]:
     """All of them."""
-    return (*_norms(sizes), *_pointwise(sizes), *_losses(sizes), *_experts(sizes), *_optimizer(sizes))
+    return (*_norms(sizes), *_pointwise(sizes), *_losses(sizes), *_experts(sizes), *_float8(sizes), *_optimizer(sizes))
 
 
 def _norms(s: Sizes) -> Iterator[Case]:
@@ -132,9 +132,35 @@ def _experts(s: Sizes) -> Iterator[Case]:
     yield Case("moe_unpermute", f"{size}, 2 each", weighted, lambda f, v: (f(*v),), (0, 3), (0, 3))
 
 
+def _float8(s: Sizes) -> Iterator[Case]:
+    def inputs(m: Maker) -> list[Any]:
+        return [m.normal(s.tokens, s.hidden)]
+
+    def bytes_and_scale(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        values, scale, turned = op(v[0], torch.float8_e4m3fn, True)
+        return values.view(torch.uint8), turned.view(torch.uint8), scale
+
+    def exactly(v: list[Any]) -> tuple[Tensor, ...]:
+        return bytes_and_scale(reference.quantize_fp8, v)
+
+    # Of equal bits; float64 is not what it is about.
+    yield Case(
+        "quantize_fp8",
+        f"{s.tokens} x {s.hidden}, and transposed",
+        inputs,
+        bytes_and_scale,
+        exact=exactly,
+        tolerance=1e-7,
+    )
+
+
 def _losses(s: Sizes) -> Iterator[Case]:
     def logits(m: Maker) -> list[Any]:
         return [m.normal(s.logits, s.classes, scale=4.0), m.integers(s.classes, s.logits)]
+
+    def shard(m: Maker) -> list[Any]:
+        values, targets = logits(m)
+        return [values, targets, values.float().logsumexp(-1), m.normal(s.logits, dtype=torch.float32)]
 
     def head(m: Maker) -> list[Any]:
         x, weight = m.normal(s.tokens, s.hidden), m.normal(s.classes, s.hidden, scale=s.hidden**-0.5)
@@ -143,6 +169,7 @@ def _losses(s: Sizes) -> Iterator[Case]:
     size = f"{s.logits} x {s.classes}"
     yield Case("cross_entropy", size, logits, lambda f, v: (f(v[0], v[1], -100, 1e-4),), (0,), (0, 1))
     yield Case("cross_entropy_stats", size, logits, lambda f, v: tuple(f(v[0], v[1])))
+    yield Case("cross_entropy_grad", size, shard, lambda f, v: (f(*v),))
     yield Case(
         "linear_cross_entropy",
         f"{s.tokens} x {s.hidden} x {s.classes}",

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kNarrowThreads) backward_narrow(Backward<T, kC
 
 // Threads of a block, and packs per thread that stay in registers with their columns' sums: as 65,536 registers allow.
 template <bool kCentred>
-constexpr int kWideThreadsBackward = kCentred ? 512 : 768;
+constexpr int kWideThreadsBackward = kCentred ? 512 : 640;
 template <int N>
 constexpr int kBackwardKept = N == 1 ? 4 : 2;
 
