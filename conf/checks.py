@@ -30,6 +30,7 @@ from .schema import Config, ContextMethod, KernelsConfig, ParamDtype, Schedule
 # What an op of stoker.kernels, which this package does not import, may be asked for; the schema has a field per op.
 IMPLEMENTATIONS = ("auto", "reference", "native", "apex", "sdpa", "varlen", "flash")
 OPS = tuple(name for name, hint in members(KernelsConfig).items() if without_none(hint) == (str, True))
+_APEX = ("rmsnorm", "layernorm", "rope", "cross_entropy", "adamw", "l2norm", "scale", "cast_copy")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -52,6 +53,14 @@ def check(config: Config, *, files: bool = True) -> list[Problem]:
         problems += [*root_rules(config), *image_rules(config)]
         problems += [] if config.task.cmd else [*file_rules(config), *initial_files(config)]
     return sorted(problems, key=lambda problem: problem.severity != "error")
+
+
+def implementations(op: str) -> tuple[str, ...]:
+    """What `kernels.<op>` may be, without plug-ins: names only, as this package does not import the kernels."""
+    if op == "attention":
+        return ("auto", "reference", "sdpa", "varlen", "flash")
+    ours = () if op == "dropout" else ("native",)
+    return ("auto", "reference", *ours, *(("apex",) if op in _APEX else ()))
 
 
 def errors(problems: Sequence[Problem]) -> list[Problem]:
@@ -191,9 +200,12 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 def _kernels(config: Config) -> Iterator[Problem]:
     """Names only. Whether this machine has an implementation is seen where the run starts."""
     for field in ("default", *OPS):
-        chosen = getattr(config.kernels, field)
-        if chosen is not None and chosen not in IMPLEMENTATIONS and not config.plugins:  # which may bring their own
-            yield Problem(f"kernels.{field}", chosen, f"no such implementation; {_meant(chosen, IMPLEMENTATIONS)}")
+        chosen, known = (
+            getattr(config.kernels, field),
+            IMPLEMENTATIONS if field == "default" else implementations(field),
+        )
+        if chosen is not None and chosen not in known and not config.plugins:  # which may bring their own
+            yield Problem(f"kernels.{field}", chosen, f"no such implementation; {_meant(chosen, known)}")
     odd = [a for a in config.kernels.architectures if not 80 <= a < 1000]
     if odd:
         message = "expected compute capabilities from 8.0 on, times ten, as [80,90,100]"

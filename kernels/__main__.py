@@ -35,7 +35,14 @@ def main(argv: list[str] | None = None) -> int:
         return _list() if arguments.verb == "list" else _show()
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError) as e:
+    except OSError as e:
+        place = f"{e.filename or cache.cache_to_write()}: {e.strerror or e}"
+        what = (
+            f"the kernels' cache is {cache.cache_to_write()}; {cache.CACHE}=DIRECTORY names another that can be written"
+        )
+        print(f"stoker kernels: error: {place}; {what}", file=sys.stderr)
+        return 1
+    except ValueError as e:
         for line in str(e).splitlines():
             print(f"stoker kernels: error: {line}", file=sys.stderr)
         return 1

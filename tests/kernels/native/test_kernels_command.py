@@ -52,3 +52,17 @@ def test_without_a_compiler_a_build_fails_in_one_line(
     assert main(["build"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("stoker kernels: error: no nvcc in $CUDA_HOME/bin, ")
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_field(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_the_way = cache / "file"
+    in_the_way.touch()
+    monkeypatch.setenv(caches.CACHE, str(in_the_way))
+    assert main(["build", "--arch", "90"]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == (
+        f"stoker kernels: error: {in_the_way}: File exists; the kernels' cache is {in_the_way}; "
+        "STOKER_KERNELS_CACHE=DIRECTORY names another that can be written"
+    )

@@ -19,3 +19,19 @@ def test_right(emulated, name, dtype):
     native = getattr(importlib.import_module(f"stoker.kernels.native.{NATIVE[case.op]}"), case.op)
     verdict = check(case, native, Maker(torch.device("cpu"), dtype, 7))
     assert verdict.is_right, verdict
+
+
+def without_data(values):
+    """The same shapes, dtypes and strides, of no memory."""
+    return [v.to("meta") if isinstance(v, torch.Tensor) else without_data(v) for v in values]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_without_data_give_the_shapes_and_dtypes_of_those_with(emulated, name):
+    case = CASES[name]
+    native = getattr(importlib.import_module(f"stoker.kernels.native.{NATIVE[case.op]}"), case.op)
+    inputs = case.make(Maker(torch.device("cpu"), torch.bfloat16, 7))
+    found = case.call(native, without_data(inputs))
+    assert {t.device.type for t in found} == {"meta"}
+    wanted = case.call(native, inputs)
+    assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in wanted]
