@@ -56,6 +56,11 @@ constexpr int64_t kSharedLimit = 48 * 1024;  // bytes per block that every devic
 inline int multiprocessors(int) {
     return emulation::multiprocessors();
 }
+
+template <class Kernel>
+int resident_blocks(Kernel*, unsigned, int, int most) {
+    return std::min(most, 2);
+}
 #else
 inline void check_cuda(cudaError_t status, const char* what) {
     if (status != cudaSuccess) {
@@ -72,6 +77,24 @@ inline int multiprocessors(int device) {
         known_device = device;
     }
     return known;
+}
+
+// Blocks of so many threads that a multiprocessor of the device runs at the same time, at most `most`. A kernel whose
+// blocks walk over the rest of the work wants no more of them: the others would begin when the first have ended.
+template <class Kernel>
+int resident_blocks(Kernel* kernel, unsigned threads, int device, int most) {
+    thread_local Kernel* known_kernel = nullptr;
+    thread_local unsigned known_threads = 0;
+    thread_local int known_device = -1;
+    thread_local int known = 0;
+    if (kernel != known_kernel || threads != known_threads || device != known_device) {
+        check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&known, kernel, static_cast<int>(threads), 0),
+                   "resident blocks");
+        known_kernel = kernel;
+        known_threads = threads;
+        known_device = device;
+    }
+    return std::clamp(known, 1, most);
 }
 #endif
 

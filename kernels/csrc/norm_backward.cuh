@@ -230,6 +230,7 @@ __global__ void __launch_bounds__(kWideThreadsBackward<kCentred>) backward_wide(
 
 // Blocks walk over at least so many rows, or the partial sums would be a good part of what is written.
 constexpr int64_t kRowsPerBlock = 4;
+constexpr int kMostResident = 16;  // blocks per multiprocessor
 
 // Fills grad_x; returns the partial sums [blocks, kParameters * width], whose rows are to be added up.
 // aligned: rows and parameters begin at multiples of 16 bytes.
@@ -246,14 +247,17 @@ Tensor launch_backward(Backward<T, kCentred> b, bool aligned, const Tensor& on_d
             const int lanes = lanes_for(b.width / n.value);
             const unsigned threads = whole_warps(b.rows * lanes, kNarrowThreads);
             const int64_t rows_at_once = int64_t{threads} / lanes * kNarrowRowsBackward;
-            const unsigned blocks = grid_for((b.rows + rows_at_once - 1) / rows_at_once, launch.device(), 4);
+            const int resident =
+                resident_blocks(&backward_narrow<T, n.value, kCentred>, threads, launch.device(), kMostResident);
+            const unsigned blocks = grid_for((b.rows + rows_at_once - 1) / rows_at_once, launch.device(), resident);
             with_partial(blocks);
             STOKER_LAUNCH((backward_narrow<T, n.value, kCentred>), blocks, threads, 0, launch.stream(), b, lanes);
         },
         [&](auto n) {
             constexpr int kMost = kWideThreadsBackward<kCentred>, kKept = kBackwardKept<n.value>;
             const unsigned threads = whole_warps((b.width / n.value + kKept - 1) / kKept, kMost);
-            const int resident = std::clamp(1024 / static_cast<int>(threads), 1, 16);
+            const int resident =
+                resident_blocks(&backward_wide<T, n.value, kCentred>, threads, launch.device(), kMostResident);
             const int64_t most = (b.rows + kRowsPerBlock - 1) / kRowsPerBlock;
             const unsigned blocks = grid_for(most, launch.device(), resident);
             with_partial(blocks);
