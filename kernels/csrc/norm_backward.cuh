@@ -74,6 +74,8 @@ __device__ __forceinline__ Pack<T, N> input_grad(const Pack<T, N>& g, const Pack
 constexpr int kNarrowRowsBackward = 2;  // per thread at once
 
 // claim: norm::backward_(narrow|wide)<\w+, [48], \w+>: 16-byte loads and stores
+// Not read in pieces of 16 bytes are rows of odd widths only: the compiler may do with them as it likes.
+// claim: norm::backward_wide<\w+, 1, \w+>: may spill: widths of models are multiples of 8
 template <class T, int N, bool kCentred>
 __global__ void __launch_bounds__(kNarrowThreads) backward_narrow(Backward<T, kCentred> b, int lanes) {
     using A = Acc<T>;
@@ -140,15 +142,13 @@ __global__ void __launch_bounds__(kNarrowThreads) backward_narrow(Backward<T, kC
 }
 
 // Threads of a block, and packs per thread that stay in registers with their columns' sums: as 65,536 registers allow.
-template <bool kCentred>
-constexpr int kWideThreadsBackward = kCentred ? 512 : 640;
-template <int N>
-constexpr int kBackwardKept = N == 1 ? 4 : 2;
+constexpr int kWideThreadsBackward = 512;
+constexpr int kBackwardKept = 2;
 
 template <class T, int N, bool kCentred>
-__global__ void __launch_bounds__(kWideThreadsBackward<kCentred>) backward_wide(Backward<T, kCentred> b) {
+__global__ void __launch_bounds__(kWideThreadsBackward) backward_wide(Backward<T, kCentred> b) {
     using A = Acc<T>;
-    constexpr int kKept = kBackwardKept<N>, kParameters = Backward<T, kCentred>::kParameters;
+    constexpr int kKept = kBackwardKept, kParameters = Backward<T, kCentred>::kParameters;
     const int step = static_cast<int>(blockDim.x) * N;
     const int begin = static_cast<int>(threadIdx.x) * N;
     // A column belongs to one thread, so its sum needs no barrier. Those beyond the registers are held in memory.
@@ -254,7 +254,7 @@ Tensor launch_backward(Backward<T, kCentred> b, bool aligned, const Tensor& on_d
             STOKER_LAUNCH((backward_narrow<T, n.value, kCentred>), blocks, threads, 0, launch.stream(), b, lanes);
         },
         [&](auto n) {
-            constexpr int kMost = kWideThreadsBackward<kCentred>, kKept = kBackwardKept<n.value>;
+            constexpr int kMost = kWideThreadsBackward, kKept = kBackwardKept;
             const unsigned threads = whole_warps((b.width / n.value + kKept - 1) / kKept, kMost);
             const int resident =
                 resident_blocks(&backward_wide<T, n.value, kCentred>, threads, launch.device(), kMostResident);

@@ -39,10 +39,11 @@ def test_names_with_parentheses_and_blanks_are_read(tmp_path: Path) -> None:
 def test_descendants_include_grandchildren_and_not_the_root() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"])
     try:
-        deadline = time.monotonic() + 10
-        while len(found := processes.descendants(child.pid)) < 2 and time.monotonic() < deadline:
+        # Both are forks of the shell for a moment, under its name.
+        deadline, wanted = time.monotonic() + 10, ["sleep", "sleep"]
+        while (names := [p.name for p in processes.descendants(child.pid)]) != wanted and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert [process.name for process in found] == ["sleep", "sleep"]
+        assert names == wanted
         assert child.pid in {process.pid for process in processes.descendants(os.getpid())}
     finally:
         assert processes.kill_until_none(lambda: processes.descendants(child.pid)) == []
