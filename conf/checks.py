@@ -200,10 +200,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
 def _kernels(config: Config) -> Iterator[Problem]:
     """Names only. Whether this machine has an implementation is seen where the run starts."""
     for field in ("default", *OPS):
-        chosen, known = (
-            getattr(config.kernels, field),
-            IMPLEMENTATIONS if field == "default" else implementations(field),
-        )
+        chosen = getattr(config.kernels, field)
+        known = IMPLEMENTATIONS if field == "default" else implementations(field)
         if chosen is not None and chosen not in known and not config.plugins:  # which may bring their own
             yield Problem(f"kernels.{field}", chosen, f"no such implementation; {_meant(chosen, known)}")
     odd = [a for a in config.kernels.architectures if not 80 <= a < 1000]

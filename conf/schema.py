@@ -315,9 +315,7 @@ class KernelsConfig:
     moe_permute: str | None = None  # rows of tokens into that order
     moe_unpermute: str | None = None  # and back: weighted sums of each token's copies
     quantize_fp8: str | None = None  # to float8 by one scale per tensor
-    strict: bool = (
-        True  # an implementation that is asked for, or native on a GPU, and is not there: error; false: reference
-    )
+    strict: bool = True  # what is asked for, or native on a GPU, and is not there: an error; false: the reference
     architectures: list[int] = field(default_factory=list)  # to build for, as 90 for 9.0; empty: the device's at hand
     compile: bool = False  # torch.compile each block; auto then leaves pointwise ops to the compiler
 
