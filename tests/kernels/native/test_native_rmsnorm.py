@@ -3,20 +3,9 @@
 import pytest
 import torch
 from emulated_runs import FarRows, assert_order_does_not_matter
+from norm_cases import EPS, SHAPES, TOLERANCE, assert_close, outputs_and_grads
 from stoker.kernels.reference import rmsnorm as reference
 from torch.library import opcheck
-
-EPS = 1e-5
-# In units of the largest value: half precision rounds results once, float32 sums up to 4,096 terms.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4.0e-3, torch.float16: 5e-4}
-SHAPES = [
-    (3, 5, 64),  # rows side by side in a warp
-    (2, 1000),  # ragged: threads with one pack more than others
-    (7, 33),  # rows that no pack of 16 bytes fits
-    (2, 2, 3, 96),  # lanes without a pack
-    (1, 1),
-    (16,),
-]
 
 
 @pytest.fixture
@@ -30,21 +19,6 @@ def inputs(shape, dtype, weight_dtype=None):
     x, residual = (torch.randn(shape).to(dtype) for _ in range(2))
     weight = (1 + 0.1 * torch.randn(shape[-1])).to(weight_dtype or dtype)
     return x, weight, residual
-
-
-def outputs_and_grads(function, *tensors):
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
-    out = function(*leaves)
-    out = out if isinstance(out, tuple) else (out,)
-    generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in out]
-    return [*(o.detach() for o in out), *torch.autograd.grad(out, leaves, upstream)]
-
-
-def assert_close(found, wanted, dtype):
-    for ours, exact in zip(found, wanted, strict=True):
-        scale = exact.abs().max().clamp(min=1).item() if exact.numel() else 1.0
-        torch.testing.assert_close(ours.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
