@@ -49,20 +49,22 @@ class Node:
 
     name: str
     pid: int
-    gate: int
+    gate: socket.socket
 
     def go(self) -> None:
-        os.write(self.gate, b"g")
-        os.close(self.gate)
+        """Returns when whoever enters the node finds its own mounts there, not the machine's."""
+        with self.gate, contextlib.suppress(OSError):  # one that has died already: its end is seen elsewhere
+            self.gate.recv(1)
+            self.gate.send(b"g")
 
 
 def fork_node(plan: NodePlan) -> Node:
     """Fork a node's process. Raises OSError when the machine denies the namespaces."""
-    waiting, gate = os.pipe()
+    waiting, gate = socket.socketpair()
     pid = _in_new_namespaces() if plan.spec.isolate else os.fork()
     if pid == 0:
         _run(plan, _isolated if plan.spec.isolate else _plain, waiting)
-    os.close(waiting)
+    waiting.close()
     return Node(plan.name, pid, gate)
 
 
@@ -90,12 +92,12 @@ def _in_new_namespaces() -> int:
     processes.leave(0)
 
 
-def _run(plan: NodePlan, body: Callable[[NodePlan, int], None], waiting: int) -> NoReturn:
+def _run(plan: NodePlan, body: Callable[[NodePlan, socket.socket], None], waiting: socket.socket) -> NoReturn:
     """A node's whole life."""
     try:
         # The keeper's sockets and locks, and other nodes' gates, must not stay open here.
-        os.closerange(3, waiting)
-        os.closerange(waiting + 1, 1024)
+        os.closerange(3, waiting.fileno())
+        os.closerange(waiting.fileno() + 1, 1024)
         output = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -111,23 +113,28 @@ def _run(plan: NodePlan, body: Callable[[NodePlan, int], None], waiting: int) ->
     processes.leave(1)
 
 
-def _plain(plan: NodePlan, waiting: int) -> None:
+def _may_start(waiting: socket.socket) -> bool:
+    """Say that the node is made, wait for the word to go on; False if nobody is there to give it."""
+    with waiting:
+        waiting.send(b"m")
+        return bool(waiting.recv(1))
+
+
+def _plain(plan: NodePlan, waiting: socket.socket) -> None:
     linux.adopt_orphans()
-    if os.read(waiting, 1):
-        os.close(waiting)
+    if _may_start(waiting):
         linux.die_with_parent()
         _serve(plan)
 
 
-def _isolated(plan: NodePlan, waiting: int) -> None:
+def _isolated(plan: NodePlan, waiting: socket.socket) -> None:
     socket.sethostname(plan.name)
     linux.make_mounts_private()
     linux.mount_proc()
     linux.mount_tmpfs("/dev/shm")
     _own_tmp(plan)
     # The keeper plugs the network cable in, then lets us go on.
-    if os.read(waiting, 1):
-        os.close(waiting)
+    if _may_start(waiting):
         linux.die_with_parent()
         network.run_ip(network.node_commands(plan.spec, plan.name), plan.environment["PATH"])
         _serve(plan)

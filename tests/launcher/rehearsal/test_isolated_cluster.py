@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,7 +131,15 @@ def test_a_slurmd_that_was_away_for_a_moment_loses_nothing(faults: Faults) -> No
 
 def test_nodes_come_back_and_the_job_restarts(faults: Faults) -> None:
     cluster = faults.cluster
+    # Its old /tmp takes a while to be emptied.
+    crowd = cluster.layout.nodes / "n2" / "tmp" / "crowd"
+    crowd.mkdir()
+    for k in range(5000):
+        (crowd / str(k)).touch()
     cluster.restart_node("n2")
+    # At once, not a moment later, whoever enters it is in the node's own directories and not in the machine's.
+    with tempfile.NamedTemporaryFile(dir="/tmp") as outside:
+        assert cluster.enter("n2", ["test", "-e", outside.name]).returncode == 1
     cluster.heal("n3")
     job = cluster.wait_for_job(faults.two_nodes, "RUNNING")
     assert (job.nodes, job.restarts) == ("n[1-2]", 1)

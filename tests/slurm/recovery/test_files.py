@@ -63,6 +63,7 @@ def test_files_grow_with_nodes_and_lie_in_the_run_directory_and_on_the_nodes(
     # Where the packages lie is not written to, though it could be.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     shared = tree(venv) | tree(project)
+    lab.empty_queue()  # what ended jobs have on their nodes is taken away while Slurm clears up
     before = {node: on_node(lab, node) for node in lab.cluster.nodes()}
     common = ["train.steps=6", "checkpoint.interval=3", "train.micro_batch=1", "cluster.stage_env=true"]
     common += [f"cluster.python={venv}/bin/python", f"cluster.local_dir={local}/$SLURMD_NODENAME"]
@@ -101,6 +102,7 @@ def test_files_grow_with_nodes_and_lie_in_the_run_directory_and_on_the_nodes(
             log = (run.dir.attempt(1).path / "logs" / f"{node}.log").read_text()
             assert f"caches in {local}/{node}/stoker-{os.getuid()}/" in log
     # Nothing anywhere else.
+    lab.empty_queue()
     assert tree(venv) | tree(project) == shared
     assert list(home.rglob("*")) == []
     assert {node: on_node(lab, node) for node in lab.cluster.nodes()} == before
