@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from state import Contender, Raw, Training, make_state, nbytes
+from state import Contender, Raw, Training, make_state, nbytes, read_through
 
 torch.set_num_threads(1)
 BASE_STEPS = 15
@@ -59,6 +59,8 @@ class Rank:
 
     def do(self, order: dict[str, Any]) -> dict[str, float]:
         directory = Path(order["directory"])
+        if order["do"] in ("copy", "save"):
+            self.wake(order["who"])
         if order["who"] == "raw":
             work = {
                 "copy": self.raw.copy,
@@ -75,6 +77,17 @@ class Rank:
         if order["do"] == "train":
             return self.save_in_training(contender, directory)
         return self.save_alone(contender, directory)
+
+    def wake(self, who: str) -> None:
+        """Go through all memory of a copy. It lay idle for up to a minute, and in a virtual machine whose kernel or
+        host takes idle pages back the first to come pays for that, the copy in memory as much as a save. What a save
+        after such a pause costs is measured in training."""
+        for tensor in self.state.values():
+            read_through(tensor)
+        if who == "raw":
+            self.raw.copy()
+        else:
+            self.contenders[who].wake()
 
     def save_alone(self, contender: Contender, directory: Path) -> dict[str, float]:
         dist.barrier()

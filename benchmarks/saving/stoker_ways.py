@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from state import Contender
+from state import Contender, read_through
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.layout import RunDir
@@ -86,6 +86,10 @@ class Stoker:
         self._checkpointer.prepare(self._entries)
         while any(m.held < m.capacity for m in self._memories):
             time.sleep(0.1)
+
+    def wake(self) -> None:
+        for memory in self._memories:
+            read_through(memory.tensor)
 
     def begin(self, directory: Path) -> None:
         Stoker.steps += 1
