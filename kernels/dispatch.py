@@ -19,6 +19,8 @@ from .measured import COMPILED, Measured
 from .ops import OP_NAMES, Choice, Ops
 
 AUTO, REFERENCE = "auto", "reference"
+# Configuration has a group of these names, so that `kernels=native` is what people write for kernels.default=native.
+_GROUPS = (AUTO, REFERENCE, "native", "apex")
 AUTO_ORDER = ("native", "apex", "flash", "varlen", "sdpa", REFERENCE)
 # What a compiler fuses with its neighbours, where a kernel of its own would read and write everything once more.
 POINTWISE = ("rope", "swiglu", "geglu", "gelu", "dropout")
@@ -69,7 +71,7 @@ def select(
         raise ValueError("\n".join(problems))
     chosen: dict[str, Implementation] = {}
     choices: list[Choice] = []
-    refused: dict[_Refusal, list[str]] = {}
+    refused: dict[_Refusal, list[str]] = {}  # -> ops
     for op in OP_NAMES:
         found = _resolve(op, config, by_op[op], question)
         if isinstance(found, _Refusal):
@@ -79,7 +81,7 @@ def select(
         chosen[op] = row
         choices.append(Choice(op, row.name, "; ".join(filter(None, (why, row.note)))))
     if refused:
-        raise ValueError("\n".join(f"{r.setting}: {', '.join(ops)}: {r.reason}" for r, ops in refused.items()))
+        raise ValueError("\n".join(_refused(r, ops) for r, ops in refused.items()))
     functions: dict[str, Any] = {op: _load(row) for op, row in chosen.items()}
     return Ops(**functions, choices=tuple(choices))
 
@@ -103,12 +105,20 @@ def _unknown(config: Mapping[str, str], names: set[str]) -> list[str]:
     return problems
 
 
+def _refused(refusal: _Refusal, ops: Sequence[str]) -> str:
+    """One line: the setting, the ops that it does not name itself, the reason."""
+    of = "" if refusal.setting.startswith(f"kernels.{ops[0]}=") else f"{', '.join(ops)}: "
+    return f"{refusal.setting}: {of}{refusal.reason}"
+
+
 def _resolve(
     op: str, config: Mapping[str, str], rows: Mapping[str, Implementation], question: _Question
 ) -> tuple[Implementation, str] | _Refusal:
     """(implementation, why)."""
     is_named, wanted = op in config, config.get(op, config.get("default", AUTO))
     setting = f"kernels.{op if is_named else 'default'}={wanted}"
+    if not is_named and wanted in _GROUPS:
+        setting = f"kernels={wanted}"
     if wanted == AUTO:
         return _automatic(setting, rows, question)
     row = rows.get(wanted)
@@ -123,7 +133,7 @@ def _resolve(
         return _Refusal(setting, f"{reason}; choose {' or '.join(others)}, or set kernels.strict=false")
     if reason:
         return rows[REFERENCE], f"instead of {wanted}, with kernels.strict=false: {reason}"
-    return row, "as configured" if is_named else "by kernels.default"
+    return row, "as configured" if is_named else f"by {setting}"
 
 
 def _automatic(

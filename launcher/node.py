@@ -70,6 +70,7 @@ class Node:
         self._workers: dict[int, Worker] = {}
         self._pids: dict[int, int] = {}  # pid -> rank
         self._config = config
+        self._told: set[tuple[int, str]] = set()  # generation and words of failures that are in the log
         self._fabric = Fabric(config["fabric"], events, self._say)
         spec = {"run": str(run.path), "attempt": attempt.number, "config": config}
         self._writer = WriterLink(self._fork, spec, events)
@@ -253,7 +254,10 @@ class Node:
         if worker is None:
             return
         fields = message["fields"]
-        worker.has_failed |= message["event"] == "failed"
+        if message["event"] == "failed":
+            worker.has_failed = True
+            if fields.get("traceback") is None:
+                self._say_once(worker, str(fields["error"]))
         self._events.write(message["event"], **(fields | {"rank": worker.rank, "generation": message["generation"]}))
         self._tell({**message, "kind": "report", "rank": worker.rank})
 
@@ -285,9 +289,15 @@ class Node:
         finally:
             del self._workers[w.rank]
 
+    def _say_once(self, worker: Worker, error: str) -> None:
+        """A failure that its words explain, as all ranks will give it in about the same moment."""
+        if (worker.generation, error) not in self._told:
+            self._told.add((worker.generation, error))
+            self._say("\n".join(f"[{worker.rank}] stoker: error: {line}" for line in error.splitlines()))
+
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._log, f"{text}\n".encode())
+            os.write(self._log, f"{text}\n".encode(errors="replace"))
 
     def _log_tail(self) -> str:
         with open(self._log_path, "rb") as f:

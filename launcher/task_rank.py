@@ -251,7 +251,6 @@ class Rank:
             error = os.read(self._errors, 4096)
         if error:
             text = error.decode(errors="replace")
-            self._writer.log(self._files.log, f"[{self.rank}] stoker: {text}\n".encode())
             self.report("failed", cause=Cause.BAD_CONFIG.value, error=text, traceback=None)
         elif (meaning := meaning_of(status, self._is_asked, self._outside)) is not None:
             asks = {"cause": Cause.REQUESTED.value} if meaning == _AGAIN else {}

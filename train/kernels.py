@@ -7,7 +7,7 @@ choice. Does not own: choosing (kernels/dispatch.py) or building (kernels/native
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..conf.schema import KernelsConfig
 from ..kernels import OP_NAMES, Device, Ops, select
@@ -47,11 +47,14 @@ def _have_built(settings: KernelsConfig, device: Device, grid: Grid) -> None:
     problem = None
     if grid.device.index in (None, 0) and device.capability is not None:
         problem = build_if_missing(device.capability, settings.architectures, say=print)
-    if problem is not None:
+    if problem is not None and not settings.strict:
         print(problem)
     for rank, text in enumerate(grid.control.all_gather_json(problem)):
         if text is not None and settings.strict:
-            raise ValueError(f"{text}\n(rank {rank}; kernels=reference does without, kernels.strict=false too)")
+            raise ValueError(
+                f"kernels.strict=true: {text} (on rank {rank}); kernels=reference does without them, and with "
+                "kernels.strict=false the reference takes over"
+            )
 
 
 def agree(ops: Ops, grid: Grid) -> None:
@@ -60,11 +63,21 @@ def agree(ops: Ops, grid: Grid) -> None:
     Raises:
         ValueError: on another rank other implementations were chosen.
     """
-    mine = " ".join(f"{c.op}={c.implementation}" for c in ops.choices)
-    digests = grid.control.all_gather_json(hashlib.sha256(mine.encode()).hexdigest()[:16])
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"ranks 0 and {other} have different kernels to choose from (here, on rank {grid.rank}: {mine}); name the "
-            "implementations (kernels=reference, kernels.rmsnorm=...), or make the nodes alike"
-        )
+    mine = {c.op: c.implementation for c in ops.choices}
+    digest = hashlib.sha256(" ".join(f"{op}={name}" for op, name in mine.items()).encode()).hexdigest()[:16]
+    digests = grid.control.all_gather_json(digest)
+    other = next((rank for rank, d in enumerate(digests) if d != digests[0]), None)
+    if other is None:
+        return
+    # Of these two alone, so that every rank says the same and a node's log has it once.
+    theirs = grid.control.all_gather_json(mine if grid.rank in (0, other) else None)
+    differing = [op for op in mine if theirs[0][op] != theirs[other][op]]
+    raise ValueError(
+        f"kernels: ranks 0 and {other} have different ones to choose from: {_named(theirs[0], differing)} on rank 0, "
+        f"{_named(theirs[other], differing)} on rank {other}; expected the same on all: name the implementations "
+        "(kernels=reference, kernels.rmsnorm=...), or make the nodes alike"
+    )
+
+
+def _named(choices: Mapping[str, str], ops: Sequence[str]) -> str:
+    return ", ".join(f"{op}={choices[op]}" for op in ops)

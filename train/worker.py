@@ -18,19 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from ..conf.layout import Layout, LayoutError
+from ..conf.layout import Layout
 from ..conf.load import from_plain
 from ..conf.schema import Config
-from ..launcher.run.attempts import Fence, SupersededError
+from ..launcher.run.attempts import Fence
 from ..launcher.run.files import read_json
 from ..launcher.run.heartbeat import Phase, Segment
 from ..launcher.run.layout import RunDir
-from ..launcher.run.outcome import Cause
 from ..launcher.run.stacks import offer
 from ..launcher.run.wire import Channel, Closed
 from . import grid as grids
 from .comm import PeerLostError
 from .context import RunContext
+from .errors import BadInputError
+from .failure import failure_of
 from .grid import Membership
 from .pulse import Pulse
 from .state.persist import Persister
@@ -38,8 +39,6 @@ from .state.persist_local import LocalPersister
 from .state.persist_remote import RemotePersister
 from .state.segment import Memory
 from .storage.choice import shelf_of
-
-TRACEBACK_LINES = 40
 
 
 def preload() -> None:
@@ -99,17 +98,31 @@ def main(spec: dict[str, Any], channel: Channel, segment_fd: int, *state: int) -
     try:
         config = from_plain(spec["config"])
         for name in config.plugins:
-            importlib.import_module(name)
+            _import_plugin(name)
         place = Place(run, config, int(spec["local_rank"]), int(spec["attempt"]))
         if state:
             place = _with_writer(place, state, report)
         return _passes(place, _membership(place, spec), segment, channel, report)
     except BaseException as e:
-        text = traceback.format_exc()
-        print(text, file=sys.stderr)
-        tail = "\n".join(text.rstrip().splitlines()[-TRACEBACK_LINES:])
-        report("failed", cause=cause_of(e).value, error=f"{type(e).__name__}: {e}", traceback=tail)
+        failure = failure_of(e)
+        if failure.traceback is not None:
+            traceback.print_exc()
+        # Without a traceback it is the agent that writes it into the node's log: other ranks will say the same.
+        report("failed", cause=failure.cause.value, error=failure.error, traceback=failure.traceback)
         return 1
+
+
+def _import_plugin(name: str) -> None:
+    """Raises BadInputError: there is no such module. What goes wrong inside of it is raised as it is."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{name}.".startswith(f"{e.name}."):
+            raise
+        raise BadInputError(
+            f"plugins: {name}: no module {e.name!r} here; expected in the directory from which the run was launched "
+            f"(what git ignores stays behind) or installed in {sys.prefix}"
+        ) from None
 
 
 def bind(cpus: list[int] | None) -> None:
@@ -215,22 +228,3 @@ def _next_pass(channel: Channel) -> dict[str, Any] | None:
                     return message
         except Closed:
             return None
-
-
-def cause_of(error: BaseException) -> Cause:
-    """Name an exception that ended a worker."""
-    import errno
-
-    import torch
-
-    if isinstance(error, SupersededError):
-        return Cause.SUPERSEDED
-    if isinstance(error, LayoutError):
-        return Cause.BAD_CONFIG
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return Cause.OUT_OF_MEMORY
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-        return Cause.STORAGE
-    # Errors carry their cause where the class knows it (`cause` attribute): diverged, storage, bad_config.
-    named = getattr(error, "cause", None)
-    return named if isinstance(named, Cause) else Cause.CRASH

@@ -91,14 +91,16 @@ def test_the_table_is_aligned_and_has_a_line_per_op():
 
 def test_an_explicit_choice_says_where_it_came_from():
     ops = select({"default": "reference", "rope": "reference"})
-    assert choice(ops, "layernorm") == ("reference", "by kernels.default")
+    assert choice(ops, "layernorm") == ("reference", "by kernels=reference")
     assert choice(ops, "rope") == ("reference", "as configured")
 
 
 def test_a_default_counts_for_the_ops_that_have_it():
     ops = select({"default": "native"}, H100, [*REFERENCES, native()])
-    assert choice(ops) == ("native", "by kernels.default")
+    assert choice(ops) == ("native", "by kernels=native")
     assert choice(ops, "rope") == ("reference", "auto; has no native")
+    ops = select({"default": "mine"}, H100, [*REFERENCES, native(), row(name="mine")])
+    assert choice(ops) == ("mine", "by kernels.default=mine")  # no group is called so
 
 
 def test_the_result_cannot_be_changed():
@@ -112,13 +114,13 @@ def missing(_):
 
 def test_a_missing_choice_names_what_lacks_and_is_not_replaced():
     assert refusal({"rmsnorm": "native"}, H100, [*REFERENCES, native(lacking=missing)]) == [
-        "kernels.rmsnorm=native: rmsnorm: not built; choose reference, or set kernels.strict=false"
+        "kernels.rmsnorm=native: not built; choose reference, or set kernels.strict=false"
     ]
 
 
 def test_auto_on_a_gpu_expects_our_kernels():
     assert refusal({}, H100, [*REFERENCES, native(lacking=missing)]) == [
-        "kernels.default=auto: rmsnorm: native: not built; or kernels.strict=false, and the next best takes over"
+        "kernels=auto: rmsnorm: native: not built; or kernels.strict=false, and the next best takes over"
     ]
 
 
@@ -146,13 +148,13 @@ def test_a_gpu_that_is_too_old_gets_the_reference_from_auto_and_a_refusal_by_nam
 
 
 def test_the_wrong_device_is_named():
-    with pytest.raises(ValueError, match=r"rmsnorm: runs on cuda, this run is on cpu"):
+    with pytest.raises(ValueError, match=r"^kernels\.rmsnorm=native: runs on cuda, this run is on cpu"):
         select({"rmsnorm": "native"}, "cpu", [*REFERENCES, native()])
 
 
 def test_an_op_without_that_implementation_says_what_to_choose():
     assert refusal({"dropout": "native"}, "cpu", [*REFERENCES, native()]) == [
-        "kernels.dropout=native: dropout: no such implementation; choose auto or reference"
+        "kernels.dropout=native: no such implementation; choose auto or reference"
     ]
 
 
@@ -169,12 +171,12 @@ def test_ops_that_lack_the_same_share_a_line():
     rows = [native(lacking=missing), native(op="swiglu", load=lambda: fast_swiglu, lacking=missing)]
     rows.append(row(op="adamw", name="native", lacking=lambda _: "another reason"))
     assert refusal({"default": "native", "swiglu": "auto"}, H100, [*REFERENCES, *rows]) == [
-        "kernels.default=native: rmsnorm: not built; choose reference, or set kernels.strict=false",
-        "kernels.swiglu=auto: swiglu: native: not built; or kernels.strict=false, and the next best takes over",
-        "kernels.default=native: adamw: another reason; choose reference, or set kernels.strict=false",
+        "kernels=native: rmsnorm: not built; choose reference, or set kernels.strict=false",
+        "kernels.swiglu=auto: native: not built; or kernels.strict=false, and the next best takes over",
+        "kernels=native: adamw: another reason; choose reference, or set kernels.strict=false",
     ]
     (line,) = refusal({}, H100, [*REFERENCES, *rows[:2]])
-    assert line.startswith("kernels.default=auto: rmsnorm, swiglu: native: not built; ")
+    assert line.startswith("kernels=auto: rmsnorm, swiglu: native: not built; ")
 
 
 def test_auto_takes_the_best_that_is_there_and_only_for_its_op():

@@ -234,7 +234,7 @@ def test_a_command_that_cannot_be_started_is_a_mistake_and_no_crash(agent: Any) 
     ((event, fields),) = a.reports()
     assert (event, fields["cause"]) == ("failed", "bad_config")
     assert "cannot start './no-such-program': ./no-such-program: No such file" in fields["error"]
-    assert "[0] stoker: cannot start" in a.log()
+    assert a.log() == ""  # the agent writes it, once for all ranks
 
 
 def test_torchruns_variables(agent: Any) -> None:

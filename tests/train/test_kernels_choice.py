@@ -16,14 +16,15 @@ from stoker.train.kernels import agree, choose_ops, wishes
 
 
 class Control:
-    """The other ranks' values are given; what this one says is kept."""
+    """The other ranks' values are given, a list where they differ from call to call; what this one says is kept."""
 
     def __init__(self, others: list[Any]) -> None:
         self.others, self.said = others, list[Any]()
 
     def all_gather_json(self, value: Any) -> list[Any]:
+        found = [o[len(self.said)] if isinstance(o, list) else o for o in self.others]
         self.said.append(value)
-        return [value, *(other if other != "same" else value for other in self.others)]
+        return [value, *(other if other != "same" else value for other in found)]
 
 
 def grid(others: list[Any], device: str = "cpu") -> Grid:
@@ -38,8 +39,14 @@ def test_only_what_is_named_is_passed_on() -> None:
 def test_ranks_that_would_choose_differently_are_refused() -> None:
     ops = select()
     agree(ops, grid(["same", "same"]))
-    with pytest.raises(ValueError, match=r"^ranks 0 and 2 have different kernels to choose from .*rmsnorm=reference"):
-        agree(ops, grid(["same", "0123456789abcdef"]))
+    theirs = {c.op: c.implementation for c in ops.choices} | {"rope": "native"}
+    said = Control([["same", None], ["0123456789abcdef", theirs]])
+    words = (
+        r"^kernels: ranks 0 and 2 have different ones to choose from: rope=reference on rank 0, rope=native on rank 2; "
+        r"expected the same on all: name the implementations \(kernels=reference, .*\), or make the nodes alike$"
+    )
+    with pytest.raises(ValueError, match=words):
+        agree(ops, replace(single(), control=said))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -73,7 +80,7 @@ def test_nothing_is_built_where_nothing_native_is_wanted(on_gpu: list[Any]) -> N
 
 
 def test_what_cannot_be_had_on_a_gpu_ends_the_start_unless_the_reference_may_take_over(on_gpu: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"^kernels.default=auto: rmsnorm, .*: native: not built: nothing anywhere; "):
+    with pytest.raises(ValueError, match=r"^kernels=auto: rmsnorm, .*: native: not built: nothing anywhere; "):
         choose_ops(KernelsConfig(), grid([], "cuda:0"))
     ops = choose_ops(KernelsConfig(strict=False), grid([], "cuda:0"))
     assert {c.implementation for c in ops.choices if c.op == "rmsnorm"} == {"reference"}
@@ -81,6 +88,6 @@ def test_what_cannot_be_had_on_a_gpu_ends_the_start_unless_the_reference_may_tak
 
 def test_a_build_that_fails_on_any_node_ends_the_start_on_every_rank(on_gpu: list[Any]) -> None:
     failed = "the kernels could not be built: x.cu(1): bad"
-    with pytest.raises(ValueError, match=rf"^{failed[:20]}.*\n\(rank 1; kernels=reference does without"):
+    with pytest.raises(ValueError, match=rf"^kernels.strict=true: {failed[:20]}.* \(on rank 1\); kernels=reference "):
         kernels._have_built(KernelsConfig(), Device("cuda", 90), grid([failed], "cuda:0"))
     kernels._have_built(KernelsConfig(strict=False), Device("cuda", 90), grid([failed], "cuda:0"))

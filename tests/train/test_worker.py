@@ -216,13 +216,16 @@ def test_ranks_hold_at_a_proposed_step_until_it_is_committed(team: Team) -> None
     assert [(e["finished"], e["step"], e["saved_step"]) for e in ended] == [(False, 9, 9), (False, 9, 9)]
 
 
-def test_an_exception_is_told_with_cause_and_traceback(tmp_path: Path, team: Team) -> None:
+def test_a_mistake_in_the_settings_is_told_in_a_sentence_and_left_to_the_agent_to_write(
+    tmp_path: Path, team: Team
+) -> None:
     team.plain["data"]["sources"][0]["prefix"] = str(tmp_path / "nowhere")
     channels = [team.start(1, rank)[1] for rank in (0, 1)]
     fields = team.zygote.receive(channels[0], "failed")["fields"]
     assert fields["cause"] == "bad_config"
-    assert "nowhere" in fields["error"]
-    assert fields["traceback"].startswith("Traceback")
+    assert fields["error"].startswith(f"{tmp_path}/nowhere.idx: no such file")
+    assert fields["traceback"] is None
+    assert "nowhere" not in (team.run.path / "log").read_text()
 
 
 def test_a_layout_that_does_not_fit_is_a_wrong_setting(team: Team) -> None:
@@ -230,7 +233,18 @@ def test_a_layout_that_does_not_fit_is_a_wrong_setting(team: Team) -> None:
     channels = [team.start(1, rank)[1] for rank in (0, 1)]
     fields = team.zygote.receive(channels[0], "failed")["fields"]
     assert fields["cause"] == "bad_config"
-    assert "1 x 1 x 3 = 3 does not divide the number of processes, 2" in fields["error"]
+    assert fields["error"].startswith("parallel.tensor=3: pipeline x context x tensor = 1 x 1 x 3 = 3 does not divide")
+    assert fields["traceback"] is None
+
+
+@pytest.mark.parametrize("team", ["step@step=2@rank=0:raise"], indirect=True)
+def test_any_other_exception_is_told_with_its_traceback(team: Team) -> None:
+    team.start(1, 1)
+    _, channel = team.start(1, 0)
+    fields = team.zygote.receive(channel, "failed")["fields"]
+    assert fields["cause"] == "crash"
+    assert fields["traceback"].startswith("Traceback")
+    assert "[0] Traceback" in (team.run.path / "log").read_text()
 
 
 def test_a_worker_stays_on_its_cpus(tmp_path: Path) -> None:

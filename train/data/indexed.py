@@ -70,6 +70,13 @@ def pread_exact(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         done += got
 
 
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError as e:
+        raise ValueError(f"{path}: cannot be read ({e.strerror}); give the user of the run the right to") from e
+
+
 class IndexedTokens:
     """A .bin/.idx pair opened for reading; tokens are addressed by their offset in the whole stream (64 bit).
 
@@ -85,7 +92,7 @@ class IndexedTokens:
                 raise FileNotFoundError(f"{path}: no such file (data prefix {str(prefix)!r} needs both .bin and .idx)")
         self._fds: list[int] = []
         try:
-            self._fds = [os.open(self._bin, os.O_RDONLY | os.O_CLOEXEC), os.open(self._idx, os.O_RDONLY | os.O_CLOEXEC)]
+            self._fds = [_opened(self._bin), _opened(self._idx)]
             self._read_header()
             self._check_edges()
         except BaseException:
