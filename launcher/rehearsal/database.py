@@ -13,8 +13,6 @@ from pathlib import Path
 
 from .spec import Layout
 
-_LOG_FILE_SIZE = "--innodb-log-file-size=8M"
-
 
 def data_directory(layout: Layout) -> Path:
     return layout.private / "mysql"
@@ -38,7 +36,7 @@ def install_argv(layout: Layout, user: str) -> list[str]:
         f"--datadir={data_directory(layout)}",
         "--skip-test-db",
         "--auth-root-authentication-method=normal",
-        _LOG_FILE_SIZE,
+        *_common(layout),
     ]
 
 
@@ -60,8 +58,13 @@ def server_argv(layout: Layout, user: str) -> list[str]:
         "--innodb-lock-wait-timeout=900",
         "--innodb-flush-log-at-trx-commit=0",
         "--innodb-flush-method=nosync",
-        _LOG_FILE_SIZE,
+        *_common(layout),
     ]
+
+
+def _common(layout: Layout) -> list[str]:
+    # A server that starts deletes every temporary table in its directory, a running server's too: so not in /tmp.
+    return ["--innodb-log-file-size=8M", f"--tmpdir={layout.private}"]
 
 
 def add_cluster(name: str, environment: Mapping[str, str]) -> None:

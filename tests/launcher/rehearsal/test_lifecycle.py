@@ -186,7 +186,12 @@ def test_daemons_do_not_hold_the_callers_pipes(directory: Path) -> None:
 def test_accounting_answers_with_a_database(directory: Path) -> None:
     if lacking := programs.missing(ClusterSpec(database=True)):
         pytest.skip(programs.how_to_install(ClusterSpec(database=True), lacking))
-    with Cluster.start(ClusterSpec(nodes=2, database=True), directory) as cluster:
+    with (
+        # As another cluster's server has one open: a server that starts deletes those that it finds.
+        tempfile.NamedTemporaryFile(prefix="#sql-temptable-", suffix=".MAI", dir="/tmp") as others,
+        Cluster.start(ClusterSpec(nodes=2, database=True), directory) as cluster,
+    ):
+        assert Path(others.name).exists()
         job = cluster.submit(["-N2", "--output=/dev/null", "--wrap=srun true"])
 
         def states() -> list[str]:
