@@ -6,13 +6,16 @@ Owns: the arguments and what is printed. `stoker kernels` becomes this, inside t
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from . import measured, overview
 from .device import Device
 from .native import cache, ready, report
 from .native.build import ARCHITECTURES, Target, build
@@ -32,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             return _build(arguments.arch)
         if arguments.verb == "report":
             return _report(arguments.arch or ARCHITECTURES, arguments.write)
-        return _list() if arguments.verb == "list" else _show()
+        return _list() if arguments.verb == "list" else _show(arguments.json)
     except KeyboardInterrupt:
         return 130
     except OSError as e:
@@ -66,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         help="compute capabilities times ten; default: this machine's GPU, without one 80,90,100",
     )
     verbs.add_parser("list", help="what is built")
-    verbs.add_parser("show", help="which implementations this machine has, op by op, and what the others lack")
+    s = verbs.add_parser("show", help="what each op would run with on this machine, and why not with the others")
+    s.add_argument("--json", action="store_true", help="the same for programs")
     verbs.add_parser("bench", help="time them on this machine: `stoker bench kernels`")
     return p
 
@@ -114,13 +118,17 @@ def _list() -> int:
     return 0
 
 
-def _show() -> int:
-    from .implementations import IMPLEMENTATIONS
-
+def _show(is_json: bool) -> int:
     device = _device()
-    print(f"on {device}, library: {ready.name(device.capability) or 'not built'}")
-    for row in IMPLEMENTATIONS:
-        print(f"{row.op:<21} {row.name:<10} {row.lacks(device) or 'yes'}")
+    library = ready.name(device.capability)
+    times = measured.read(device.name, library) if device.type == "cuda" else None
+    rows = overview.overview(device, times)
+    if is_json:
+        plain = {"device": asdict(device), "torch": torch.__version__, "library": library or None}
+        print(json.dumps({**plain, "ops": overview.as_json(rows)}, indent=1))
+        return 0
+    print(f"on {device}, torch {torch.__version__}; native kernels: {library or 'not built'}\n")
+    print(overview.table(rows))
     return 0
 
 

@@ -93,6 +93,18 @@ def table(choices: Sequence[Choice]) -> str:
     return "\n".join(f"{op:<{widths[0]}}  {name:<{widths[1]}}  {why}" for op, name, why in rows)
 
 
+def automatic(
+    op: str,
+    device: Device,
+    implementations: Sequence[Implementation] = IMPLEMENTATIONS,
+    measured: Measured | None = None,
+) -> Choice | str:
+    """What `kernels=auto` takes for an op under kernels.strict; where that would end the start, why."""
+    rows = {i.name: i for i in implementations if i.op == op}
+    found = _automatic(f"kernels={AUTO}", rows, _Question(device, True, False, measured))
+    return found.reason if isinstance(found, _Refusal) else Choice(op, found[0].name, found[1])
+
+
 def _unknown(config: Mapping[str, str], names: set[str]) -> list[str]:
     """One line per key that is no op and per value that no op knows."""
     problems = []

@@ -20,6 +20,9 @@ WAYS = (
     "`pip install 'stoker[cuda]'` beside a C++ compiler, or kernels=reference"
 )
 
+_HOST_VARIABLES = ("NVCC_CCBIN", "CXX")  # the first that is set counts
+_TOOLKIT_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
+
 
 class NoCompilerError(ValueError):
     """There is no nvcc or no C++ compiler; says where it was looked for and what to do."""
@@ -50,7 +53,7 @@ class Toolchain:
 def find_toolchain(emulated: bool = False, environ: Mapping[str, str] = os.environ) -> Toolchain:
     """The compilers for GPUs, or (emulated) those for the CPU, which still need CUDA's headers.
 
-    Raises NoCompilerError.
+    Raises NoCompilerError; ValueError for a compiler that does not run, and for a variable that names none.
     """
     host = _host(environ)
     nvcc = next(_nvccs(environ), None)
@@ -69,28 +72,66 @@ def find_toolchain(emulated: bool = False, environ: Mapping[str, str] = os.envir
     lines = [_output([str(host), "--version"]).partition("\n")[0]]
     if not emulated:
         said = _output([str(nvcc), "--version"]).strip().splitlines()
-        lines.insert(0, "nvcc " + next((line for line in said if "release" in line), said[-1]).rpartition("tools, ")[2])
+        release = next((line for line in said if "release" in line), None)
+        if release is None:
+            raise ValueError(f"{nvcc}: is no nvcc: its --version names no release; what helps: {WAYS}")
+        lines.insert(0, "nvcc " + release.rpartition("tools, ")[2])
     return Toolchain(host, None if emulated else nvcc, include, Path(spec.origin).parent, "; ".join(lines))
 
 
 def _host(environ: Mapping[str, str]) -> Path:
-    names = [environ.get("NVCC_CCBIN"), environ.get("CXX"), "g++", "c++", "clang++"]
-    for name in filter(None, names):
+    for variable in _HOST_VARIABLES:
+        name = environ.get(variable)
+        if name:
+            return _named(variable, name, shutil.which(name, path=environ.get("PATH")), "the C++ compiler")
+    for name in ("g++", "c++", "clang++"):
         found = shutil.which(name, path=environ.get("PATH"))
         if found:
             return Path(found)
     raise NoCompilerError(f"no C++ compiler ($CXX, g++, c++, clang++); what helps: {WAYS}")
 
 
+def _named(variable: str, value: str, found: str | None, what: str) -> Path:
+    """What a variable was set to find is used or refused: another compiler in its place is no answer."""
+    if found is None:
+        raise ValueError(
+            f"{variable}={value}: no program of that name; expected {what}, by its path or by its name on the PATH and "
+            f"without arguments; correct {variable}, or unset it"
+        )
+    return Path(found)
+
+
 def _nvccs(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Those that exist, best first."""
-    places = [Path(environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    """Those that exist, best first. Raises ValueError: a variable names a toolkit, and it has none."""
+    for variable in _TOOLKIT_VARIABLES:
+        if environ.get(variable):
+            nvcc = Path(environ[variable], "bin", "nvcc")
+            if not _runs(nvcc):
+                raise ValueError(
+                    f"{variable}={environ[variable]}: {_absence(nvcc)}; expected the directory of a CUDA toolkit; "
+                    f"correct {variable}, or unset it, and nvcc is looked for on the PATH, in /usr/local/cuda and "
+                    "among this Python's packages"
+                )
+            yield nvcc
+            return
     on_path = shutil.which("nvcc", path=environ.get("PATH"))
-    places += [Path(on_path)] if on_path else []
+    places = [Path(on_path)] if on_path else []
     places.append(Path("/usr/local/cuda/bin/nvcc"))
     for folder in sys.path:
         places += sorted(Path(folder or ".", "nvidia").glob("cu*/bin/nvcc"), reverse=True)
-    yield from (path for path in places if os.access(path, os.X_OK) and path.is_file())
+    yield from filter(_runs, places)
+
+
+def _runs(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
+
+def _absence(nvcc: Path) -> str:
+    """What is missing, by the outermost that is."""
+    toolkit = nvcc.parent.parent
+    if not toolkit.is_dir():
+        return "there is no such directory"
+    return f"{nvcc} is not executable" if nvcc.exists() else f"there is no {nvcc}"
 
 
 def _headers(nvcc: Path | None) -> Path | None:
@@ -107,9 +148,16 @@ def _headers(nvcc: Path | None) -> Path | None:
 
 
 def _output(command: list[str]) -> str:
-    """Raises NoCompilerError: it does not even tell its version."""
+    """Raises ValueError: it does not even tell its version."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as e:
-        raise NoCompilerError(f"{command[0]} does not run ({e}); what helps: {WAYS}") from e
-    return done.stdout
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+        )
+        problem = f"exit code {done.returncode}: {(done.stderr.strip() or done.stdout.strip() or 'no words')}"
+        if not done.returncode:
+            return done.stdout
+    except OSError as e:
+        problem = e.strerror or str(e)
+    except subprocess.TimeoutExpired:
+        problem = "no answer within 60 s"
+    raise ValueError(f"{' '.join(command)}: {problem.splitlines()[0]}; it does not run here; what helps: {WAYS}")

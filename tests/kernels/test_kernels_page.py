@@ -1,8 +1,10 @@
-"""docs/kernels.md promises no implementation that is not in the table."""
+"""docs/kernels.md promises no implementation that is not in the table, and shows what the command prints."""
 
 from pathlib import Path
 
+from stoker.kernels.device import Device
 from stoker.kernels.implementations import APEX, IMPLEMENTATIONS, NATIVE
+from stoker.kernels.overview import overview, table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 
@@ -29,3 +31,10 @@ def test_the_page_lists_ops_with_the_implementations_that_they_have() -> None:
         assert apex in ("", f"`{APEX[op][0]}`" if op in APEX else ""), op
         assert sorted(filter(None, other.split(", "))) == sorted(others.get(op, [])), op
         assert bool(dtypes) == bool(native), op
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    # Without the first line, which has torch's version in it.
+    shown = table(overview(Device("cpu"))).splitlines()
+    block = "\n".join(f"    {line}".rstrip() for line in shown)
+    assert f"\n\n{block}\n\n" in PAGE.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -218,6 +219,58 @@ def test_without_nvcc_it_is_said_where_it_was_looked_for_and_what_helps(
 def test_without_a_host_compiler_it_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(NoCompilerError, match=r"^no C\+\+ compiler \(\$CXX, "):
         find_toolchain(environ={"PATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_variable_that_names_no_toolkit_is_refused_and_not_passed_over(tmp_path: Path, variable: str) -> None:
+    def refusal(value: Path) -> str:
+        with pytest.raises(ValueError, match=rf"^{variable}={value}: ") as error:
+            find_toolchain(environ={variable: str(value), "PATH": os.environ["PATH"]})
+        return str(error.value)
+
+    assert refusal(Path("/nowhere")) == (
+        f"{variable}=/nowhere: there is no such directory; expected the directory of a CUDA toolkit; correct "
+        f"{variable}, or unset it, and nvcc is looked for on the PATH, in /usr/local/cuda and among this Python's "
+        "packages"
+    )
+    assert f": there is no {tmp_path}/bin/nvcc; expected" in refusal(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch(0o644)
+    assert f": {tmp_path}/bin/nvcc is not executable; expected" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["NVCC_CCBIN", "CXX"])
+@pytest.mark.parametrize("value", ["/nowhere", "ccache g++"])
+def test_a_variable_that_names_no_host_compiler_is_refused_and_not_passed_over(variable: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{variable}={re.escape(value)}: no program of that name; ") as error:
+        find_toolchain(environ={variable: value, "PATH": os.environ["PATH"]})
+    assert str(error.value).endswith(
+        "; expected the C++ compiler, by its path or by its name on the PATH and without arguments; correct "
+        f"{variable}, or unset it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (
+            "echo libstdc++.so.6: cannot open >&2; exit 127",
+            "exit code 127: libstdc++.so.6: cannot open; it does not run",
+        ),
+        ("exit 3", "exit code 3: no words; it does not run"),
+        ("echo something else", "is no nvcc: its --version names no release"),
+    ],
+)
+def test_an_nvcc_that_does_not_run_is_named_with_its_words(tmp_path: Path, script: str, problem: str) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\n{script}\n")
+    nvcc.chmod(0o755)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    with pytest.raises(ValueError, match=rf"^{nvcc}.*: {re.escape(problem)}") as error:
+        find_toolchain(environ={"CUDA_HOME": str(tmp_path), "PATH": os.environ["PATH"]})
+    assert not isinstance(error.value, NoCompilerError)  # which the choice of kernels would tell as "not built"
 
 
 def test_a_cuda_home_comes_first(tmp_path: Path) -> None:

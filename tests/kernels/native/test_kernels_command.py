@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from stoker.kernels.__main__ import main
+from stoker.kernels.device import Device
+from stoker.kernels.measured import Measured
 from stoker.kernels.native import cache as caches
+from stoker.kernels.ops import OP_NAMES
+from stoker.kernels.overview import overview
 
 
 @pytest.fixture
@@ -28,14 +34,69 @@ def test_what_is_built_is_listed(cache: Path, capsys: pytest.CaptureFixture[str]
     assert second.endswith(f"no                {cache / ('b' * 32)}")
 
 
-def test_what_this_machine_has_is_shown_op_by_op(
+def test_what_each_op_would_run_with_is_shown_in_one_table(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["show"]) == 0
+    first, empty, *rows = capsys.readouterr().out.splitlines()
+    assert first == f"on cpu, torch {torch.__version__}; native kernels: not built"
+    assert empty == ""
+    assert rows[:2] == [
+        "op                    auto takes     also here  not here",
+        "rmsnorm               reference                 native [1], apex [1]",
+    ]
+    assert "attention             reference [2]  sdpa       flash [1], varlen [1]" in rows
+    assert rows[-3:] == ["", "[1] runs on cuda, this run is on cpu", "[2] no gain from sdpa on cpu"]
+    assert len(rows) == 1 + len(OP_NAMES) + 3
+
+
+def test_on_a_gpu_without_our_kernels_the_table_says_what_would_end_a_run(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: cls("cuda", 90, "NVIDIA H100")))
+    monkeypatch.setattr("stoker.kernels.native.library.loaded", lambda: None)
+    assert main(["show"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "rmsnorm               reference  yes" in lines
-    assert "rmsnorm               native     runs on cuda, this run is on cpu" in lines
+    assert "swiglu                nothing     reference        native [1]" in lines
+    assert any(line.startswith("[1] not built: nothing in ") for line in lines)
+    assert lines[-1] == "nothing: kernels=auto ends a run's start; with kernels.strict=false the next best takes over"
+
+
+def test_a_choice_by_measurement_is_told_with_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.kernels.native.ready.lacks", lambda capability: None)
+    h100 = Device("cuda", 90, "NVIDIA H100")
+    times = Measured(h100.name, torch.__version__, "", {"rope": {"native": 9.0, "reference": 8.0}})
+    rows = {row.op: row for row in overview(h100, times)}
+    assert (rows["rope"].takes, rows["rope"].why) == (
+        "reference",
+        "auto, measured here: reference 8.0 us, native 9.0 us",
+    )
+    assert (rows["swiglu"].takes, rows["swiglu"].why, rows["swiglu"].available) == (
+        "native",
+        "",
+        ("reference", "native"),
+    )
+
+
+def test_the_same_for_programs(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["show", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["device"] == {"type": "cpu", "capability": None, "name": ""}
+    assert [row["op"] for row in shown["ops"]] == list(OP_NAMES)
+    assert shown["ops"][0] == {
+        "op": "rmsnorm",
+        "takes": "reference",
+        "why": "",
+        "available": ["reference"],
+        "lacking": {
+            "native": "runs on cuda, this run is on cpu",
+            "apex": "runs on cuda, this run is on cpu",
+        },
+    }
 
 
 @pytest.mark.parametrize("given", ["9.0", "70", "90,x", ""])
