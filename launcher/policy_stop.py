@@ -54,12 +54,15 @@ def warned(state: State, e: Warned) -> Decision:
     too_late = not is_own and left is not None and left < _lead_needed(state)
     if state.stage is Stage.AWAITING_SLURM and state.trouble and state.trouble.cause is Cause.REQUESTED:
         return end(state, after_stop(state, plan), ask=True)  # its ranks had the signal before us, and have all ended
-    if state.stage is not Stage.RUNNING or not has_stepped or too_late:
+    has_ended = deadline is not None and deadline <= state.now
+    if state.stage is not Stage.RUNNING or not has_stepped or (too_late and has_ended):
         why = "too little time for a save" if too_late else "nothing new to save"
         state = replace(state, stop=replace(plan, reason=f"{e.reason}; stopped at once: {why}"))
         assert state.stop is not None
         state, actions = clear(state, after_stop(state, state.stop))
         return state, (note, *actions)
+    if too_late:  # for another one; one that the ranks are writing already may have just that time
+        plan = replace(plan, reason=f"{e.reason}; too little time for a save", save=False)
     state, actions = _propose(replace(state, stop=plan))
     return state, (note, *actions)
 
@@ -68,7 +71,7 @@ def _propose(state: State) -> Decision:
     assert state.stop is not None
     furthest = max(r.step for r in state.ranks.values())
     plan = replace(state.stop, step=furthest + state.stop.margin, acks=frozenset())
-    return replace(state, stop=plan), (Propose(state.generation, plan.step, True),)
+    return replace(state, stop=plan), (Propose(state.generation, plan.step, plan.save),)
 
 
 def answered(state: State, e: ProposalAnswer) -> Decision:
@@ -86,7 +89,7 @@ def answered(state: State, e: ProposalAnswer) -> Decision:
     if plan.acks < set(state.agents):
         return state, ()
     note = Note("stop_committed", {"step": plan.step})
-    return replace(state, stop=replace(plan, is_committed=True)), (note, Commit(state.generation, plan.step, True))
+    return replace(state, stop=replace(plan, is_committed=True)), (note, Commit(state.generation, plan.step, plan.save))
 
 
 def asked_again(state: State, reason: str) -> State:
@@ -103,7 +106,8 @@ def asked_again(state: State, reason: str) -> State:
 def overdue(state: State, plan: StopPlan) -> Decision:
     """The allocation is about to end and the stop is not through: the requeue has to be asked for now."""
     if state.stage is Stage.RUNNING:
-        late = replace(plan, reason=f"{plan.reason}; the save was not done in time")
+        what = "; the save was not done in time" if plan.save else ""
+        late = replace(plan, reason=f"{plan.reason}{what}")
         return clear(replace(state, stop=late), after_stop(state, late))
     if state.stage is Stage.CLEARING and state.now < state.since + KILL_PATIENCE:
         return state, ()

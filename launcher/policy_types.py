@@ -87,6 +87,7 @@ class StopPlan:
     acks: frozenset[str] = frozenset()
     is_committed: bool = False
     requeue: bool = True
+    save: bool = True  # False: there is time for what is being saved already, at most
 
 
 @dataclass(frozen=True)

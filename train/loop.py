@@ -133,7 +133,7 @@ class Trainer:
             if stop is not None:
                 if stop.save:
                     self.saving.now(self.progress.step, bool(self.progress.bad_steps), is_urgent=True)
-                self.saving.finish()
+                self.saving.finish(is_urgent=True)
                 return Ended(False, self.progress.step, self.saving.saved_step)
             self.step()
         if self.config.checkpoint.at_end:

@@ -91,21 +91,22 @@ class Saving:
             self._is_postponed = True
             self._report("checkpoint_late", step=step, behind=self.checkpointer.in_flight)
 
-    def finish(self) -> None:
-        """Wait for the save under way. Raises as `boundary`."""
+    def finish(self, is_urgent: bool = False) -> None:
+        """Wait for the save under way. is_urgent: as of `now`. Raises as `boundary`."""
+        if is_urgent:
+            self.checkpointer.spare()
         with self._clock.measure("save"):
             self._note(self.checkpointer.finish())
 
     def now(self, step: int, is_bad: bool, is_urgent: bool) -> str | None:
         """Have the state after `step` on stable storage; why it is not, the same on all ranks.
 
-        is_urgent: a save of an older step that is still being written makes way. Raises as `boundary`.
+        A save of an older step that is still being written is finished first. is_urgent: somebody may end this process
+        soon, so that nothing is done but writing. Raises as `boundary`.
         """
-        is_older = self.checkpointer.in_flight not in (None, step)
-        if is_urgent and is_older and not is_bad and not self.checkpointer.is_publishing:
-            self._report("checkpoint_abandoned", step=self.checkpointer.in_flight, for_step=step)
-            self.checkpointer.abandon()
-        self.finish()
+        # An older one has begun to be written x seconds ago, and takes no longer than this one would: should the time
+        # not do for both, x seconds of training are lost. Given up for this one, it would be all since the one before.
+        self.finish(is_urgent)
         if self.saved_step == step:
             return None
         if is_bad:

@@ -241,10 +241,38 @@ def test_a_missed_proposal_is_repeated_further_ahead() -> None:
     assert s.feed(p.ProposalAnswer(1, "n1", 34, True, 31)) == []
 
 
-def test_too_little_time_saves_nothing_and_requeues_at_once() -> None:
+def test_too_little_time_for_a_save_is_left_to_the_one_in_flight() -> None:
     s = Scene().running(step=7)
     s.feed(s.report(0, "checkpoint_saved", step=5, seconds=60.0))
-    assert s.feed(warned(80.0)) == [p.KillWorkers(1)]
+    assert s.feed(warned(80.0), at=1000.0) == [p.Propose(1, 9, False)]
+    answers = [p.ProposalAnswer(1, n, 9, True, 8) for n in ("n1", "n2")]
+    assert s.feed(*answers) == [p.Commit(1, 9, False)]
+    s.feed(s.report(0, "checkpoint_saved", step=7, seconds=60.0))
+    for rank in (0, 1):
+        actions = s.feed(s.report(rank, "ended", finished=False, step=9), s.exited(rank, 0))
+    o = s.finish(actions).outcome
+    assert (o.next, o.exit_code, o.step, o.saved_step) == (Next.REQUEUE, 75, 9, 7)
+    assert o.reason == "the time limit is near; too little time for a save"
+
+
+def test_too_little_time_for_a_save_requeues_by_the_deadline_all_the_same() -> None:
+    s = Scene().running(step=7)
+    s.feed(s.report(0, "checkpoint_saved", step=5, seconds=60.0))
+    s.feed(warned(80.0), at=1000.0)
+    assert s.feed(p.Tick(), at=1071.0) == []
+    assert s.feed(p.Tick(), at=1073.0) == [p.KillWorkers(1)]
+    o = s.finish(s.feed(s.exited(0, None, "SIGKILL"), s.exited(1, None, "SIGKILL"))).outcome
+    assert (o.next, o.saved_step, o.reason) == (
+        Next.REQUEUE,
+        5,
+        "the time limit is near; too little time for a save",
+    )
+
+
+def test_no_time_at_all_saves_nothing_and_requeues_at_once() -> None:
+    s = Scene().running(step=7)
+    s.feed(s.report(0, "checkpoint_saved", step=5, seconds=60.0))
+    assert s.feed(warned(8.0)) == [p.KillWorkers(1)]
     o = s.finish(s.feed(s.exited(0, None, "SIGKILL"), s.exited(1, None, "SIGKILL"))).outcome
     assert (o.next, o.exit_code, o.saved_step) == (Next.REQUEUE, 75, 5)
     assert "too little time for a save" in o.reason

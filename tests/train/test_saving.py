@@ -119,18 +119,54 @@ def test_a_stop_waits_for_the_save_of_its_own_step(tmp_path: Path, tiny_data: Pa
     assert len(said(tmp_path, "checkpoint_saved")) == 1
 
 
-def test_a_stop_with_a_save_abandons_an_older_one_that_is_still_being_written(
+def test_a_stop_with_a_save_finishes_an_older_one_first_and_removes_nothing(
     tmp_path: Path, tiny_data: Path, gate: threading.Event
 ) -> None:
-    trainer = build(tmp_path, tiny_data, 99, stopping_at(5), interval=3)
-    open_when_abandoned(trainer, gate)
+    trainer = build(tmp_path, tiny_data, 99, stopping_at(5), interval=3, keep=1)
+    threading.Timer(0.2, gate.set).start()
     assert trainer.run() == Ended(False, 5, 5)
     trainer.close()
-    assert saved_steps(tmp_path) == [5]
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005-a0001"]
-    (abandoned,) = said(tmp_path, "checkpoint_abandoned")
-    assert (abandoned["step"], abandoned["for_step"]) == (3, 5)
-    verify(RunDir(tmp_path).checkpoint(CheckpointName(5, 1)))
+    assert [event["step"] for event in said(tmp_path, "checkpoint_saved")] == [3, 5]
+    assert saved_steps(tmp_path) == [3, 5]
+    for step in (3, 5):
+        verify(RunDir(tmp_path).checkpoint(CheckpointName(step, 1)))
+
+
+def test_before_a_stop_nothing_is_removed_for_the_save_in_flight(
+    tmp_path: Path, tiny_data: Path, gate: threading.Event
+) -> None:
+    trainer = build(tmp_path, tiny_data, 99, interval=2, keep=1)
+    gate.set()
+    for _ in range(2):
+        trainer.step()
+    trainer.saving.finish()
+    gate.clear()
+    for _ in range(2):
+        trainer.step()
+    threading.Timer(0.2, gate.set).start()
+    trainer.saving.finish(is_urgent=True)
+    trainer.close()
+    assert saved_steps(tmp_path) == [2, 4]
+
+
+def test_a_stop_that_is_cut_short_leaves_the_older_save_that_was_in_flight(
+    tmp_path: Path, tiny_data: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed as soon as its own save has begun."""
+    trainer = build(tmp_path, tiny_data, 99, stopping_at(5), interval=3)
+    begin = trainer.saving.checkpointer.begin
+
+    def end_at_the_last_one(step: int, *rest: Any, **more: Any) -> bool:
+        if step == 5:
+            raise KeyboardInterrupt
+        return begin(step, *rest, **more)
+
+    monkeypatch.setattr(trainer.saving.checkpointer, "begin", end_at_the_last_one)
+    threading.Timer(0.2, gate.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    trainer.close()
+    assert saved_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("save", [True, False], ids=["with-a-save", "without"])

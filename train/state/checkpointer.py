@@ -79,10 +79,10 @@ class Checkpointer:
         """The step that is being saved."""
         return None if self._save is None else self._save.name.step
 
-    @property
-    def is_publishing(self) -> bool:
-        """Whether all of the save in flight is written, and only its name is missing."""
-        return self._save is not None and self._save.is_publishing
+    def spare(self) -> None:
+        """There is no time to remove anything after the save in flight. In vain if it is being published."""
+        if self._save is not None:
+            self._save.prune = False
 
     def prepare(self, entries: Sequence[Entry]) -> None:
         """Plan the saves of these entries and fetch their memory, so that the first one stalls no longer than the next.
