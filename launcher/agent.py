@@ -22,6 +22,7 @@ from .node import ChildEnded, Node
 from .protocol import ADDRESSES, ATTEMPT, LEASE, TOKEN, answer
 from .run.bootstrap import STAGED
 from .run.events import EventLog
+from .run.heartbeat import Save
 from .run.layout import AttemptDir, RunDir
 from .run.stacks import node_name, offer
 from .run.wire import Channel, Closed, Keepalive
@@ -180,9 +181,9 @@ class Agent:
             case "form":
                 self.node.form(message)
             case "propose":
-                self.supervisor.send(self.node.propose(message["generation"], message["step"], message["save"]))
+                self.supervisor.send(self.node.propose(message["generation"], message["step"], Save(message["save"])))
             case "commit":
-                self.node.commit(message["generation"], message["step"], message["save"])
+                self.node.commit(message["generation"], message["step"], Save(message["save"]))
             case "kill":
                 if message.get("stacks"):
                     self.node.kill_hung()

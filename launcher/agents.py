@@ -205,7 +205,7 @@ class Agents:
                     self._tell(form, node)
             case p.Propose() | p.Commit():
                 kind = "propose" if isinstance(action, p.Propose) else "commit"
-                fields = {"generation": action.generation, "step": action.step, "save": action.save}
+                fields = {"generation": action.generation, "step": action.step, "save": int(action.save)}
                 self._tell({"kind": kind, **fields})
             case p.KillWorkers():
                 self._tell({"kind": "kill", "stacks": action.with_stacks})

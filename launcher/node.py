@@ -22,7 +22,7 @@ from .caches import cache_variables, is_compiled
 from .fabric_node import Fabric
 from .node_writer import IDENT, WriterLink
 from .run.events import EventLog
-from .run.heartbeat import Control, Heartbeat, Phase, Segment
+from .run.heartbeat import Control, Heartbeat, Phase, Save, Segment
 from .run.layout import AttemptDir, RunDir
 from .run.wire import Channel, Closed, Message
 from .stacks_node import collect, targets
@@ -331,7 +331,7 @@ class Node:
             "median": round(beat.step_seconds, 6),
         }
 
-    def propose(self, generation: int, step: int, save: bool) -> Message:
+    def propose(self, generation: int, step: int, save: Save) -> Message:
         """Write a proposed stop step and say whether all workers here will see it in time.
 
         A worker publishes its step, then looks for a proposal; we write the proposal, then look for its step. The pause
@@ -348,7 +348,7 @@ class Node:
         message = {"kind": "answer", "generation": generation, "step": step}
         return message | {"accepted": accepted, "max_step": furthest}
 
-    def commit(self, generation: int, step: int, save: bool) -> None:
+    def commit(self, generation: int, step: int, save: Save) -> None:
         for w in self._workers.values():
             if w.generation == generation:
                 w.segment.write_control(Control(generation, step, True, save))

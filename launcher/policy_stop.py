@@ -26,7 +26,7 @@ from .policy_types import (
     Terminated,
     Warned,
 )
-from .run.heartbeat import Phase
+from .run.heartbeat import Phase, Save
 from .run.outcome import EXIT_CANCELLED, EXIT_FAILED, EXIT_REQUEUE, Cause, Next, Outcome
 
 END_MARGIN = 8.0  # seconds before the allocation's end by which the requeue must have been asked for
@@ -35,9 +35,14 @@ PREEMPTED = "preempted by a job of higher priority"
 UNKNOWN_SAVE = 5.0  # seconds a save is taken to need before one was seen
 
 
-def _lead_needed(state: State) -> float:
+def _time_for(state: State, left: float | None) -> Save:
+    """What `left` seconds are enough for. A save in flight is done in the time of a whole one at most."""
     medians = [r.median for r in state.ranks.values() if r.median]
-    return 3 * (median(medians) if medians else 0.0) + (1.5 * state.save_seconds or UNKNOWN_SAVE)
+    save = state.save_seconds or UNKNOWN_SAVE / 1.5
+    needed = 3 * (median(medians) if medians else 0.0) + 1.5 * save
+    if left is None or left >= needed + save:
+        return Save.BOTH
+    return Save.OWN if left >= needed else Save.UNDER_WAY
 
 
 def warned(state: State, e: Warned) -> Decision:
@@ -47,11 +52,12 @@ def warned(state: State, e: Warned) -> Decision:
     left = e.seconds_left
     note = Note("warned", {"cause": e.cause.value, "reason": e.reason, "seconds_left": left})
     deadline = None if left is None else state.now + max(0.0, left - END_MARGIN)
-    plan = StopPlan(e.cause, e.reason, deadline, 0, 2, requeue=e.requeue)
     # What a script of the user's own has to save, and in what time, is its own affair.
     is_own = state.settings.is_own_script
+    save = Save.BOTH if is_own else _time_for(state, left)
+    too_late = save is Save.UNDER_WAY
+    plan = StopPlan(e.cause, e.reason, deadline, 0, 2, requeue=e.requeue, save=save)
     has_stepped = is_own or (state.ranks and all(r.phase is not Phase.START for r in state.ranks.values()))
-    too_late = not is_own and left is not None and left < _lead_needed(state)
     if state.stage is Stage.AWAITING_SLURM and state.trouble and state.trouble.cause is Cause.REQUESTED:
         return end(state, after_stop(state, plan), ask=True)  # its ranks had the signal before us, and have all ended
     has_ended = deadline is not None and deadline <= state.now
@@ -62,7 +68,7 @@ def warned(state: State, e: Warned) -> Decision:
         state, actions = clear(state, after_stop(state, state.stop))
         return state, (note, *actions)
     if too_late:  # for another one; one that the ranks are writing already may have just that time
-        plan = replace(plan, reason=f"{e.reason}; too little time for a save", save=False)
+        plan = replace(plan, reason=f"{e.reason}; too little time for a save")
     state, actions = _propose(replace(state, stop=plan))
     return state, (note, *actions)
 
@@ -106,7 +112,7 @@ def asked_again(state: State, reason: str) -> State:
 def overdue(state: State, plan: StopPlan) -> Decision:
     """The allocation is about to end and the stop is not through: the requeue has to be asked for now."""
     if state.stage is Stage.RUNNING:
-        what = "; the save was not done in time" if plan.save else ""
+        what = "" if plan.save is Save.UNDER_WAY else "; the save was not done in time"
         late = replace(plan, reason=f"{plan.reason}{what}")
         return clear(replace(state, stop=late), after_stop(state, late))
     if state.stage is Stage.CLEARING and state.now < state.since + KILL_PATIENCE:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .job_fate import JobFate as JobFate
-from .run.heartbeat import Phase
+from .run.heartbeat import Phase, Save
 from .run.outcome import Cause, Next, Outcome
 
 
@@ -87,7 +87,7 @@ class StopPlan:
     acks: frozenset[str] = frozenset()
     is_committed: bool = False
     requeue: bool = True
-    save: bool = True  # False: there is time for what is being saved already, at most
+    save: Save = Save.BOTH
 
 
 @dataclass(frozen=True)
@@ -311,14 +311,14 @@ class Form:
 class Propose:
     generation: int
     step: int
-    save: bool
+    save: Save
 
 
 @dataclass(frozen=True)
 class Commit:
     generation: int
     step: int
-    save: bool
+    save: Save
 
 
 @dataclass(frozen=True)

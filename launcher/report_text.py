@@ -29,7 +29,7 @@ from .summary import AttemptSummary, attempt_summary
 T = TypeVar("T")
 # Events that a person looks for; the rest is in the files.
 _TOLD = ("trouble", "hung_at", "slow", "agent_lost", "bad_step", "packages_changed", "settings_changed",
-         "checkpoint_skipped", "checkpoint_failed", "checkpoint_late", "checkpoint_interval",
+         "checkpoint_skipped", "checkpoint_failed", "checkpoint_late", "checkpoint_abandoned", "checkpoint_interval",
          "requeue_refused", "supervisor_failed", "profiled")  # fmt: skip
 _AT_WORK = (State.RUNNING, State.SUSPENDED)
 _MOST = 60  # lines of any list

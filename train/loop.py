@@ -131,9 +131,7 @@ class Trainer:
         while self.progress.step < steps:
             stop = pulse.boundary(self.progress.step)
             if stop is not None:
-                if stop.save:
-                    self.saving.now(self.progress.step, bool(self.progress.bad_steps), is_urgent=True)
-                self.saving.finish(is_urgent=True)
+                self.saving.stop(self.progress.step, bool(self.progress.bad_steps), stop.save)
                 return Ended(False, self.progress.step, self.saving.saved_step)
             self.step()
         if self.config.checkpoint.at_end:

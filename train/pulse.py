@@ -12,14 +12,14 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..launcher.run.failpoints import failpoint
-from ..launcher.run.heartbeat import NO_STOP, Heartbeat, Phase, Segment
+from ..launcher.run.heartbeat import NO_STOP, Heartbeat, Phase, Save, Segment
 
 
 @dataclass(frozen=True)
 class Stop:
     """End the run here: every rank has completed the same number of steps."""
 
-    save: bool
+    save: Save
 
 
 class Pulse:

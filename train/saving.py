@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..conf.schema import Config
+from ..launcher.run.heartbeat import Save
 from .context import RunContext
 from .grid import Grid
 from .metrics import Clock
@@ -98,14 +99,23 @@ class Saving:
         with self._clock.measure("save"):
             self._note(self.checkpointer.finish())
 
+    def stop(self, step: int, is_bad: bool, time_for: Save) -> None:
+        """Save what there is time for before this process is ended. Raises as `boundary`."""
+        if time_for is Save.UNDER_WAY:
+            self.finish(is_urgent=True)
+            return
+        is_older = self.checkpointer.in_flight not in (None, step)
+        if time_for is Save.OWN and is_older and not is_bad and not self.checkpointer.is_publishing:
+            self._report("checkpoint_abandoned", step=self.checkpointer.in_flight, for_step=step)
+            self.checkpointer.abandon()
+        self.now(step, is_bad, is_urgent=True)
+
     def now(self, step: int, is_bad: bool, is_urgent: bool) -> str | None:
         """Have the state after `step` on stable storage; why it is not, the same on all ranks.
 
         A save of an older step that is still being written is finished first. is_urgent: somebody may end this process
         soon, so that nothing is done but writing. Raises as `boundary`.
         """
-        # An older one has begun to be written x seconds ago, and takes no longer than this one would: should the time
-        # not do for both, x seconds of training are lost. Given up for this one, it would be all since the one before.
         self.finish(is_urgent)
         if self.saved_step == step:
             return None

@@ -59,12 +59,20 @@ class Heartbeat:
     step_seconds: float  # the worker's own median step time, 0 until known
 
 
+class Save(IntEnum):
+    """What a stop leaves time for."""
+
+    UNDER_WAY = 0  # the save in flight, if there is one
+    OWN = 1  # that of the stop's own step; one in flight makes way
+    BOTH = 2
+
+
 @dataclass(frozen=True)
 class Control:
     generation: int
     stop_step: int  # first step that must not be run, NO_STOP while there is none
     is_committed: bool
-    save: bool  # write a checkpoint before stopping
+    save: Save
 
 
 class Segment:
@@ -79,7 +87,7 @@ class Segment:
         fd = os.memfd_create(f"stoker-{name}", 0)
         os.ftruncate(fd, SEGMENT_BYTES)
         segment = cls(fd)
-        segment.write_control(Control(0, NO_STOP, False, False))
+        segment.write_control(Control(0, NO_STOP, False, Save.UNDER_WAY))
         return segment
 
     def close(self) -> None:
@@ -118,5 +126,5 @@ class Segment:
     def read_control(self) -> Control:
         f = self._read(_CONTROL, _CONTROL_AT)
         if f is None:  # the agent died while writing: its worker is about to be killed too
-            return Control(0, NO_STOP, False, False)
-        return Control(int(f[0]), int(f[1]), bool(f[2]), bool(f[3]))
+            return Control(0, NO_STOP, False, Save.UNDER_WAY)
+        return Control(int(f[0]), int(f[1]), bool(f[2]), Save(int(f[3])))

@@ -9,7 +9,7 @@ import pytest
 from stoker.launcher import policy_types as p
 from stoker.launcher.policy import decide
 from stoker.launcher.policy_trouble import culprit, hang_limit
-from stoker.launcher.run.heartbeat import Phase
+from stoker.launcher.run.heartbeat import Phase, Save
 from stoker.launcher.run.outcome import Cause, Next
 
 SETTINGS = p.Settings(nodes=2, procs_per_node=1, can_requeue=True)
@@ -221,9 +221,9 @@ def warned(seconds: float | None = 100.0) -> p.Warned:
 
 def test_a_warned_stop_is_two_steps_ahead_saves_and_requeues() -> None:
     s = Scene().running(step=7)
-    assert s.feed(warned()) == [p.Propose(1, 9, True)]
+    assert s.feed(warned()) == [p.Propose(1, 9, Save.BOTH)]
     assert s.feed(p.ProposalAnswer(1, "n1", 9, True, 8)) == []
-    assert s.feed(p.ProposalAnswer(1, "n2", 9, True, 8)) == [p.Commit(1, 9, True)]
+    assert s.feed(p.ProposalAnswer(1, "n2", 9, True, 8)) == [p.Commit(1, 9, Save.BOTH)]
     for rank in (0, 1):
         s.feed(s.report(rank, "checkpoint_saved", step=9, seconds=1.0))
         actions = s.feed(s.report(rank, "ended", finished=False, step=9), s.exited(rank, 0))
@@ -236,7 +236,7 @@ def test_a_warned_stop_is_two_steps_ahead_saves_and_requeues() -> None:
 def test_a_missed_proposal_is_repeated_further_ahead() -> None:
     s = Scene().running(step=7)
     s.feed(warned())
-    assert s.feed(p.ProposalAnswer(1, "n1", 9, False, 30)) == [p.Propose(1, 34, True)]
+    assert s.feed(p.ProposalAnswer(1, "n1", 9, False, 30)) == [p.Propose(1, 34, Save.BOTH)]
     assert s.feed(p.ProposalAnswer(1, "n2", 9, True, 8)) == []  # the answer to the old one
     assert s.feed(p.ProposalAnswer(1, "n1", 34, True, 31)) == []
 
@@ -244,9 +244,9 @@ def test_a_missed_proposal_is_repeated_further_ahead() -> None:
 def test_too_little_time_for_a_save_is_left_to_the_one_in_flight() -> None:
     s = Scene().running(step=7)
     s.feed(s.report(0, "checkpoint_saved", step=5, seconds=60.0))
-    assert s.feed(warned(80.0), at=1000.0) == [p.Propose(1, 9, False)]
+    assert s.feed(warned(80.0), at=1000.0) == [p.Propose(1, 9, Save.UNDER_WAY)]
     answers = [p.ProposalAnswer(1, n, 9, True, 8) for n in ("n1", "n2")]
-    assert s.feed(*answers) == [p.Commit(1, 9, False)]
+    assert s.feed(*answers) == [p.Commit(1, 9, Save.UNDER_WAY)]
     s.feed(s.report(0, "checkpoint_saved", step=7, seconds=60.0))
     for rank in (0, 1):
         actions = s.feed(s.report(rank, "ended", finished=False, step=9), s.exited(rank, 0))
@@ -282,7 +282,18 @@ def test_a_save_that_was_slow_beside_training_does_not_keep_a_stop_from_saving()
     s = Scene().running(step=7)
     for step, seconds in ((3, 9.0), (5, 600.0), (6, 12.0)):
         s.feed(s.report(0, "checkpoint_saved", step=step, seconds=seconds))
-    assert s.feed(warned(80.0)) == [p.Propose(1, 9, True)]
+    assert s.feed(warned(80.0)) == [p.Propose(1, 9, Save.BOTH)]
+
+
+@pytest.mark.parametrize(
+    ("left", "save"),
+    [(89.0, Save.UNDER_WAY), (91.0, Save.OWN), (149.0, Save.OWN), (151.0, Save.BOTH), (None, Save.BOTH)],
+)
+def test_a_stop_saves_what_there_is_time_for(left: float | None, save: Save) -> None:
+    """A minute each, and half of one to spare."""
+    s = Scene().running(step=7)
+    s.feed(s.report(0, "checkpoint_saved", step=5, seconds=60.0))
+    assert s.feed(warned(left)) == [p.Propose(1, 9, save)]
 
 
 def test_a_save_that_is_not_done_in_time_is_given_up_before_the_end() -> None:
@@ -340,7 +351,7 @@ def test_without_requeue_a_warned_stop_says_how_to_go_on() -> None:
 
 def test_preemption_with_grace_reaches_only_the_agents_and_is_a_warned_stop() -> None:
     s = Scene().running(step=7)
-    assert s.feed(p.Terminated(p.JobFate.PREEMPTED, "n1", 20.0)) == [p.Propose(1, 9, True)]
+    assert s.feed(p.Terminated(p.JobFate.PREEMPTED, "n1", 20.0)) == [p.Propose(1, 9, Save.BOTH)]
     assert s.state.stop is not None
     assert s.state.stop.cause is Cause.PREEMPTED
 
@@ -551,9 +562,9 @@ def test_an_own_script_is_asked_to_stop_however_little_time_is_left() -> None:
     """We do not know what it has to save, nor how long that takes."""
     s = own(Phase.START)
     s.feed(s.status(0, 0, median=60.0))
-    assert s.feed(p.Warned(Cause.TIME_LIMIT, "near", 20.0)) == [p.Propose(1, 2, True)]
+    assert s.feed(p.Warned(Cause.TIME_LIMIT, "near", 20.0)) == [p.Propose(1, 2, Save.BOTH)]
     answers = [p.ProposalAnswer(1, n, 2, True, 0) for n in ("n1", "n2")]
-    assert s.feed(*answers) == [p.Commit(1, 2, True)]
+    assert s.feed(*answers) == [p.Commit(1, 2, Save.BOTH)]
     assert s.feed(s.report(0, "ended", error="stopped when asked to"), s.exited(0, 1)) == []  # any code will do
     finish = s.finish(s.feed(s.report(1, "ended", error="stopped when asked to"), s.exited(1, None, "SIGTERM")))
     assert (finish.outcome.cause, finish.outcome.next, finish.ask) == (Cause.TIME_LIMIT, Next.REQUEUE, True)
@@ -598,8 +609,8 @@ def test_after_exit_75_the_others_cannot_hold_the_run_up(left: str) -> None:
 def test_a_warning_after_exit_75_takes_over() -> None:
     s = own()
     s.feed(s.report(1, "ended", error="asked", cause=Cause.REQUESTED), s.exited(1, 75))
-    assert s.feed(p.Warned(Cause.PREEMPTED, "preempted", 30.0)) == [p.Propose(1, 2, True)]
-    assert s.feed(*(p.ProposalAnswer(1, n, 2, True, 0) for n in ("n1", "n2"))) == [p.Commit(1, 2, True)]
+    assert s.feed(p.Warned(Cause.PREEMPTED, "preempted", 30.0)) == [p.Propose(1, 2, Save.BOTH)]
+    assert s.feed(*(p.ProposalAnswer(1, n, 2, True, 0) for n in ("n1", "n2"))) == [p.Commit(1, 2, Save.BOTH)]
     finish = s.finish(s.feed(s.report(0, "ended", error="stopped"), s.exited(0, 0)))
     assert finish.outcome.cause is Cause.PREEMPTED
 

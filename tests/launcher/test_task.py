@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stoker.launcher.run.heartbeat import NO_STOP, Control, Heartbeat, Phase, Segment
+from stoker.launcher.run.heartbeat import NO_STOP, Control, Heartbeat, Phase, Save, Segment
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.wire import Channel, Closed
 from stoker.launcher.task_rank import Rank
@@ -103,7 +103,7 @@ class Agent:
             self.status[rank] = message["status"]
 
     def stop(self, rank: int = 0, step: int = 2, committed: bool = True) -> None:
-        self.segments[rank].write_control(Control(1, step, committed, True))
+        self.segments[rank].write_control(Control(1, step, committed, Save.BOTH))
 
     def end(self, rank: int = 0) -> int:
         """Wait for a process's end; its status."""

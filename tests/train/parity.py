@@ -118,13 +118,13 @@ def state(run: Path, moment: str, number: int) -> Arrays:
 
 
 def _leg(member: Any, plain: dict[str, Any], run: str, number: int, stop: int) -> None:
-    from stoker.launcher.run.heartbeat import Control, Segment
+    from stoker.launcher.run.heartbeat import Control, Save, Segment
     from stoker.train.grid import form, single
     from stoker.train.loop import Trainer
     from stoker.train.pulse import Pulse
 
     segment = Segment.create("test")
-    segment.write_control(Control(1, stop, True, True))
+    segment.write_control(Control(1, stop, True, Save.BOTH))
     config = build(Config, plain, (), [])
     grid = single() if member is None else form(member, Layout.of(config, member.world_size), timeout=120)
     trainer = Trainer.build(config, grid, make_context(run, number, 1, Pulse(segment, 1)))

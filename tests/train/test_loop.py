@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import digest, events, make_context, make_data, metrics, tiny_config, train
 from stoker.conf.schema import DataSource, ParamDtype, QkNorm
-from stoker.launcher.run.heartbeat import Control, Segment
+from stoker.launcher.run.heartbeat import Control, Save, Segment
 from stoker.launcher.run.layout import RunDir
 from stoker.train.data.dataset import Batch
 from stoker.train.errors import BadInputError, DivergedError, StorageError
@@ -30,7 +30,7 @@ EVERYTHING = {
 }
 
 
-def stopping_pulse(step: int, save: bool, generation: int = 1) -> Pulse:
+def stopping_pulse(step: int, save: Save, generation: int = 1) -> Pulse:
     """The agent has committed a stop before it starts."""
     segment = Segment.create("test")
     segment.write_control(Control(generation, step, True, save))
@@ -79,7 +79,7 @@ def test_stopped_with_a_save_and_resumed_it_has_the_same_bits(
     config = tiny_config(tiny_data, steps=8, **options)
     whole, _ = train(tmp_path / "whole", config)
     run = tmp_path / "stopped"
-    _, ended = train(run, config, pulse=stopping_pulse(stop, save=True))
+    _, ended = train(run, config, pulse=stopping_pulse(stop, Save.BOTH))
     assert ended == Ended(finished=False, step=stop, saved_step=stop)
     resumed, ended = train(run, config, attempt=2)
     assert ended == Ended(finished=True, step=8, saved_step=8)
@@ -91,7 +91,7 @@ def test_stopped_without_a_save_it_goes_back_to_the_last_checkpoint(tmp_path: Pa
     config = tiny_config(tiny_data, steps=8, checkpoint={"interval": 3})
     whole, _ = train(tmp_path / "whole", config)
     run = tmp_path / "stopped"
-    _, ended = train(run, config, pulse=stopping_pulse(5, save=False))
+    _, ended = train(run, config, pulse=stopping_pulse(5, Save.UNDER_WAY))
     assert ended == Ended(finished=False, step=5, saved_step=3)
     resumed, _ = train(run, config, attempt=2)
     assert [line["step"] for line in metrics(run, 2)] == [4, 5, 6, 7, 8]
@@ -104,8 +104,8 @@ def test_resume_of_a_resume_in_a_later_epoch(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "short", steps=20, data={"validation_tokens": 200})
     whole, _ = train(tmp_path / "whole", config)
     run = tmp_path / "stopped"
-    train(run, config, pulse=stopping_pulse(9, save=True))
-    train(run, config, attempt=2, pulse=stopping_pulse(13, save=True))
+    train(run, config, pulse=stopping_pulse(9, Save.BOTH))
+    train(run, config, attempt=2, pulse=stopping_pulse(13, Save.BOTH))
     resumed, _ = train(run, config, attempt=3)
     assert losses(run) + losses(run, 2) + losses(run, 3) == losses(tmp_path / "whole")
     assert digest(resumed) == digest(whole)
@@ -132,7 +132,7 @@ def test_a_second_trainer_in_the_same_process_goes_on(tmp_path: Path, tiny_data:
     config = tiny_config(tiny_data, steps=6)
     whole, _ = train(tmp_path / "whole", config)
     run = tmp_path / "run"
-    train(run, config, pulse=stopping_pulse(3, save=True))
+    train(run, config, pulse=stopping_pulse(3, Save.BOTH))
     resumed, ended = train(run, config, generation=2)  # the same attempt
     assert ended.finished
     assert digest(resumed) == digest(whole)
@@ -325,7 +325,7 @@ def test_a_save_that_fails_does_not_end_the_run_unless_it_is_the_last(
 def test_data_that_changed_is_refused(tmp_path: Path) -> None:
     make_data(tmp_path / "x", seed=1)
     config = tiny_config(tmp_path / "x", steps=4)
-    train(tmp_path / "run", config, pulse=stopping_pulse(2, save=True))
+    train(tmp_path / "run", config, pulse=stopping_pulse(2, Save.BOTH))
     make_data(tmp_path / "x", seed=2)
     with pytest.raises(BadInputError, match="the data is not what the checkpoint was trained on"):
         train(tmp_path / "run", config, attempt=2)
@@ -342,14 +342,14 @@ def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, tiny_data: Path, change: dict[str, Any], message: str
 ) -> None:
     config = tiny_config(tiny_data, steps=4)
-    train(tmp_path, config, pulse=stopping_pulse(2, save=True))
+    train(tmp_path, config, pulse=stopping_pulse(2, Save.BOTH))
     seed = change.pop("seed", config.seed)
     with pytest.raises(BadInputError, match=message):
         train(tmp_path, replace(tiny_config(tiny_data, steps=4, **change), seed=seed), attempt=2)
 
 
 def test_settings_that_changed_since_the_checkpoint_are_named(tmp_path: Path, tiny_data: Path) -> None:
-    train(tmp_path, tiny_config(tiny_data, steps=4), pulse=stopping_pulse(2, save=True))
+    train(tmp_path, tiny_config(tiny_data, steps=4), pulse=stopping_pulse(2, Save.BOTH))
     train(tmp_path, tiny_config(tiny_data, steps=6, optim={"lr": 5e-3}), attempt=2)
     (event,) = [e for e in events(tmp_path, attempt=2) if e["event"] == "settings_changed"]
     assert event["changes"] == ["optim.lr: 0.01 -> 0.005", "train.steps: 4 -> 6"]

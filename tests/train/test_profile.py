@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import digest, events, make_context, metrics, tiny_config, train
 from stoker.conf.schema import Config
-from stoker.launcher.run.heartbeat import Control, Segment
+from stoker.launcher.run.heartbeat import Control, Save, Segment
 from stoker.launcher.run.layout import RunDir
 from stoker.train.grid import Membership, form, single
 from stoker.train.loop import Trainer
@@ -39,7 +39,7 @@ def ranges(run: Path, name: str) -> Counter[str]:
 
 def stopping(step: int) -> Pulse:
     segment = Segment.create("test")
-    segment.write_control(Control(1, step, True, True))
+    segment.write_control(Control(1, step, True, Save.BOTH))
     return Pulse(segment, 1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import Ranks, digest, make_context, metrics, tiny_config, train
-from stoker.launcher.run.heartbeat import Control, Segment
+from stoker.launcher.run.heartbeat import Control, Save, Segment
 from stoker.train.comm import PeerLostError
 from stoker.train.grid import Membership, form
 from stoker.train.loop import Trainer
@@ -28,7 +28,7 @@ def _run(
 ) -> dict[str, Any]:
     segment = Segment.create("test")
     if stop is not None:
-        segment.write_control(Control(1, stop, True, True))
+        segment.write_control(Control(1, stop, True, Save.BOTH))
     pulse = Pulse(segment, 1)
     grid = form(member, on_collective=pulse.collective)
     try:
@@ -153,7 +153,7 @@ def _again_in_the_same_processes(member: Membership, prefix: str, run: str) -> l
     for generation, stop in ((1, 4), (2, None)):
         segment = Segment.create("test")
         if stop is not None:
-            segment.write_control(Control(generation, stop, True, True))
+            segment.write_control(Control(generation, stop, True, Save.BOTH))
         grid = form(replace(member, generation=generation))
         trainer, _ = train(
             run, tiny_config(prefix, **options(8)), grid, generation=generation, pulse=Pulse(segment, generation)

@@ -21,7 +21,7 @@ from stoker.conf.fields import build
 from stoker.conf.layout import Layout
 from stoker.conf.load import to_plain
 from stoker.conf.schema import Config
-from stoker.launcher.run.heartbeat import Control, Segment
+from stoker.launcher.run.heartbeat import Control, Save, Segment
 from stoker.launcher.run.layout import RunDir
 from stoker.launcher.run.manifest import verify
 from stoker.train.grid import Membership, form, single
@@ -53,7 +53,7 @@ def one_pass(
     pulse = None
     if stop is not None:
         segment = Segment.create("test")
-        segment.write_control(Control(1, stop, True, True))
+        segment.write_control(Control(1, stop, True, Save.BOTH))
         pulse = Pulse(segment, 1)
     trainer = Trainer.build(config, grid, make_context(run, attempt, pulse=pulse))
     hands = Hands(trainer, stop or STEPS, **hands)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import events, make_context, metrics, tiny_config
-from stoker.launcher.run.heartbeat import Control, Segment
+from stoker.launcher.run.heartbeat import Control, Save, Segment
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.manifest import read_manifest, verify
 from stoker.train import saving as saving_module
@@ -48,7 +48,7 @@ def said(run: Path, *kinds: str) -> list[dict[str, Any]]:
     return [e for e in events(run) if e["event"] in kinds] if path.exists() else []
 
 
-def stopping_at(step: int, save: bool = True) -> Pulse:
+def stopping_at(step: int, save: Save = Save.BOTH) -> Pulse:
     segment = Segment.create("test")
     segment.write_control(Control(1, step, True, save))
     return Pulse(segment, 1)
@@ -119,7 +119,7 @@ def test_a_stop_waits_for_the_save_of_its_own_step(tmp_path: Path, tiny_data: Pa
     assert len(said(tmp_path, "checkpoint_saved")) == 1
 
 
-def test_a_stop_with_a_save_finishes_an_older_one_first_and_removes_nothing(
+def test_a_stop_with_time_for_both_finishes_an_older_save_first_and_removes_nothing(
     tmp_path: Path, tiny_data: Path, gate: threading.Event
 ) -> None:
     trainer = build(tmp_path, tiny_data, 99, stopping_at(5), interval=3, keep=1)
@@ -169,12 +169,26 @@ def test_a_stop_that_is_cut_short_leaves_the_older_save_that_was_in_flight(
     assert saved_steps(tmp_path) == [3]
 
 
-@pytest.mark.parametrize("save", [True, False], ids=["with-a-save", "without"])
+def test_a_stop_with_time_for_its_own_save_alone_gives_up_an_older_one(
+    tmp_path: Path, tiny_data: Path, gate: threading.Event
+) -> None:
+    trainer = build(tmp_path, tiny_data, 99, stopping_at(5, Save.OWN), interval=3)
+    open_when_abandoned(trainer, gate)
+    assert trainer.run() == Ended(False, 5, 5)
+    trainer.close()
+    assert saved_steps(tmp_path) == [5]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000005-a0001"]
+    (abandoned,) = said(tmp_path, "checkpoint_abandoned")
+    assert (abandoned["step"], abandoned["for_step"]) == (3, 5)
+    verify(RunDir(tmp_path).checkpoint(CheckpointName(5, 1)))
+
+
+@pytest.mark.parametrize("save", Save)
 def test_a_stop_that_cannot_save_waits_for_the_older_one(
-    tmp_path: Path, tiny_data: Path, gate: threading.Event, save: bool
+    tmp_path: Path, tiny_data: Path, gate: threading.Event, save: Save
 ) -> None:
     trainer = build(tmp_path, tiny_data, 99, stopping_at(5, save), interval=3)
-    if save:  # after a bad step nothing is saved
+    if save is not Save.UNDER_WAY:  # after a bad step nothing is saved
         ffn = trainer.model.blocks["1"].ffn  # type: ignore[index,union-attr]
         ffn.register_forward_hook(lambda _, __, out: out * float("nan") if trainer.progress.step == 4 else out)
     threading.Timer(0.2, gate.set).start()

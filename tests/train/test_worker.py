@@ -19,7 +19,7 @@ import pytest
 from stoker.conf.load import to_plain
 from stoker.launcher.run import views
 from stoker.launcher.run.attempts import claim
-from stoker.launcher.run.heartbeat import Control, Phase, Segment
+from stoker.launcher.run.heartbeat import Control, Phase, Save, Segment
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.manifest import verify
 from stoker.launcher.run.wire import Channel, Closed
@@ -198,7 +198,7 @@ def _lives(pid: int) -> bool:
 def test_ranks_hold_at_a_proposed_step_until_it_is_committed(team: Team) -> None:
     channels = [team.start(1, rank)[1] for rank in (0, 1)]
     for segment in team.segments.values():
-        segment.write_control(Control(1, 7, False, True))
+        segment.write_control(Control(1, 7, False, Save.BOTH))
 
     def phases() -> list[tuple[int, Phase]]:
         beats = [s.read_heartbeat() for s in team.segments.values()]
@@ -211,7 +211,7 @@ def test_ranks_hold_at_a_proposed_step_until_it_is_committed(team: Team) -> None
     # A later proposal lets them go on; the commit ends them there.
     for committed in (False, True):
         for segment in team.segments.values():
-            segment.write_control(Control(1, 9, committed, True))
+            segment.write_control(Control(1, 9, committed, Save.BOTH))
     ended = [team.zygote.receive(c, "ended")["fields"] for c in channels]
     assert [(e["finished"], e["step"], e["saved_step"]) for e in ended] == [(False, 9, 9), (False, 9, 9)]
 

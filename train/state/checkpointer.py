@@ -79,6 +79,11 @@ class Checkpointer:
         """The step that is being saved."""
         return None if self._save is None else self._save.name.step
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether all of the save in flight is written, and only its name is missing."""
+        return self._save is not None and self._save.is_publishing
+
     def spare(self) -> None:
         """There is no time to remove anything after the save in flight. In vain if it is being published."""
         if self._save is not None:

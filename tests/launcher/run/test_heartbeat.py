@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from stoker.launcher.run.heartbeat import NO_STOP, Control, Heartbeat, Phase, Segment
+from stoker.launcher.run.heartbeat import NO_STOP, Control, Heartbeat, Phase, Save, Segment
 
 BEAT = Heartbeat(3, Phase.SAVE, 2, 2**40, 2**50, 12.5, 0.25)
 
@@ -21,11 +21,11 @@ def segment() -> Iterator[Segment]:
 
 
 def test_a_new_segment_asks_for_no_stop(segment: Segment) -> None:
-    assert segment.read_control() == Control(0, NO_STOP, False, False)
+    assert segment.read_control() == Control(0, NO_STOP, False, Save.UNDER_WAY)
 
 
 def test_both_records_read_back_and_do_not_touch_each_other(segment: Segment) -> None:
-    control = Control(3, 2**40, True, True)
+    control = Control(3, 2**40, True, Save.BOTH)
     segment.beat(BEAT)
     segment.write_control(control)
     assert segment.read_heartbeat() == BEAT
