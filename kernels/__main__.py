@@ -10,15 +10,17 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from . import measured, overview
+from .arguments import output_file
 from .device import Device
 from .native import cache, ready, report
-from .native.build import ARCHITECTURES, Target, build
+from .native.build import ARCHITECTURES, LEAST, Target, build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,28 +28,38 @@ def main(argv: list[str] | None = None) -> int:
     if argv[:1] == ["bench"]:
         from .bench.__main__ import main as bench  # has arguments of its own
 
-        return bench(argv[1:])
+        return _run("stoker bench kernels", lambda: bench(argv[1:]))
     arguments = _parser().parse_args(argv)
+    return _run("stoker kernels", lambda: _verb(arguments))
+
+
+def _verb(arguments: argparse.Namespace) -> int:
+    if arguments.verb == "build":
+        return _build(arguments.arch)
+    if arguments.verb == "report":
+        return _report(arguments.arch or ARCHITECTURES, arguments.write)
+    return _list() if arguments.verb == "list" else _show(arguments.json)
+
+
+def _run(command: str, verb: Callable[[], int]) -> int:
+    """The exit code; a mistake or the machine's refusal in one line each."""
     # As ^C: what is under way ends, and leaves nothing.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        if arguments.verb == "build":
-            return _build(arguments.arch)
-        if arguments.verb == "report":
-            return _report(arguments.arch or ARCHITECTURES, arguments.write)
-        return _list() if arguments.verb == "list" else _show(arguments.json)
+        return verb()
     except KeyboardInterrupt:
         return 130
     except OSError as e:
         place = f"{e.filename or cache.cache_to_write()}: {e.strerror or e}"
-        what = (
-            f"the kernels' cache is {cache.cache_to_write()}; {cache.CACHE}=DIRECTORY names another that can be written"
-        )
-        print(f"stoker kernels: error: {place}; {what}", file=sys.stderr)
+        # Of a file that was named on the command line nothing more is to be said.
+        if not isinstance(e.filename, str) or Path(e.filename).is_relative_to(cache.cache_to_write()):
+            place += f"; the kernels' cache is {cache.cache_to_write()}; {cache.CACHE}=DIRECTORY names another that can"
+            place += " be written"
+        print(f"{command}: error: {place}", file=sys.stderr)
         return 1
     except ValueError as e:
         for line in str(e).splitlines():
-            print(f"stoker kernels: error: {line}", file=sys.stderr)
+            print(f"{command}: error: {line}", file=sys.stderr)
         return 1
 
 
@@ -61,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     b = verbs.add_parser("build", help="compile them into the cache; needs nvcc and a C++ compiler, no GPU")
     r = verbs.add_parser("report", help="registers, spills, shared memory and 16-byte accesses of each kernel")
     r.add_argument("--arch", type=_architectures, metavar="80,90,100", help="default: 80,90,100")
-    r.add_argument("--write", type=Path, metavar="FILE", help="a dated report in Markdown instead of the table alone")
+    r.add_argument(
+        "--write", type=output_file, metavar="FILE", help="a dated report in Markdown instead of the table alone"
+    )
     b.add_argument(
         "--arch",
         type=_architectures,
@@ -77,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _architectures(text: str) -> tuple[int, ...]:
     words = [word.strip().removeprefix("sm_") for word in text.split(",")]
-    if not all(word.isdigit() and int(word) >= 80 for word in words):
+    if not all(word.isdigit() and int(word) >= LEAST for word in words):
         raise argparse.ArgumentTypeError(f"{text!r}; expected compute capabilities from 8.0 on, times ten, as 80,90")
     return tuple(int(word) for word in words)
 
@@ -107,14 +121,20 @@ def _device() -> Device:
 
 
 def _list() -> int:
-    wanted = cache.digest_of()
+    wanted, places = cache.digest_of(), cache.places()
+    damaged = [entry for place in places for entry in cache.damaged_in(place)]
+    if not damaged and not any(cache.built_in(place) for place in places):
+        print(f"nothing is built: no kernels in {', '.join(map(str, places))}; `stoker kernels build` makes them")
+        return 0
     print(f"{'built':<17} {'for':<24} {'MB':>5}  {'of these sources':<17} where")
-    for place in cache.places():
-        for b in cache.built_in(place):
+    for place in places:
+        for b in (b for b in cache.built_in(place) if Path(b.place) / b.name not in damaged):
             day = time.strftime("%Y-%m-%d %H:%M", time.localtime(b.built))
             device = "CPU, for tests" if b.emulated else ", ".join(f"sm_{a}" for a in b.architectures) + " + PTX"
             has = "yes" if (b.sources, b.files) == (wanted, cache.unit_names()) else "no"
             print(f"{day:<17} {device:<24} {b.bytes / 1e6:>5.1f}  {has:<17} {Path(b.place) / b.name}")
+    for entry in damaged:
+        print(f"{'damaged':<17} {'nothing takes it; `stoker kernels build` replaces it':<48} {entry}")
     return 0
 
 

@@ -111,9 +111,9 @@ def _unknown(config: Mapping[str, str], names: set[str]) -> list[str]:
     fields, values = ("default", *OP_NAMES), sorted({AUTO, *names})
     for key, value in config.items():
         if key not in fields:
-            problems.append(f"kernels.{key}: unknown op{_nearest(key, fields)}")
+            problems.append(f"kernels.{key}: unknown op{nearest(key, fields)}")
         elif value not in values:
-            problems.append(f"kernels.{key}={value}: unknown implementation{_nearest(value, values)}")
+            problems.append(f"kernels.{key}={value}: unknown implementation{nearest(value, values)}")
     return problems
 
 
@@ -190,7 +190,8 @@ def _shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence that refuses a name: the one that may have been meant, and all that are known."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1)
     guess = f", did you mean {close[0]}?" if close else ";"

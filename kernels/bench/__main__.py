@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import measured
+from ..arguments import at_least_one, minutes, output_file
 from ..device import Device
+from ..dispatch import nearest
 from ..native import ready
 from ..ops import OP_NAMES
 from .case import Case
@@ -39,10 +40,6 @@ class Roof:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    for op in options.ops:
-        if op not in OP_NAMES:
-            print(f"stoker bench kernels: error: {op}: no such op; there are {', '.join(OP_NAMES)}", file=sys.stderr)
-            return 2
     began = time.monotonic()
     torch_device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = Device.of(torch_device)
@@ -63,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(table(results, device, roof, dtype))
     if options.json:
-        Path(options.json).write_text(json.dumps(as_json(results, device, roof), indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(as_json(results, device, roof), indent=1) + "\n", encoding="utf-8")
     if device.capability is not None and not options.small:
         print(f"kept for kernels=auto: {measured.write(to_keep(results, device))}")
     wrong = [r for r in results if r.verdict is not None and not r.verdict.is_right]
@@ -164,21 +161,27 @@ def _error(r: Result) -> str:
     return f"{max(r.verdict.errors):.1e}" if r.verdict else ""
 
 
+def _op(text: str) -> str:
+    if text not in OP_NAMES:
+        raise argparse.ArgumentTypeError(f"{text}: no such op{nearest(text, OP_NAMES)}")
+    return text
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("stoker bench kernels", description="Time the ops on this machine: docs/kernels.md.")
-    p.add_argument("ops", nargs="*", metavar="OP", help="default: all")
+    p.add_argument("ops", nargs="*", metavar="OP", type=_op, help="default: all")
     p.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    p.add_argument("--rounds", type=int, default=10)
+    p.add_argument("--rounds", type=at_least_one, default=10)
     p.add_argument("--seed", type=int, default=0, help="of the inputs")
-    p.add_argument("--minutes", type=float, default=10.0, help="begin no case after so many")
+    p.add_argument("--minutes", type=minutes, default=10.0, help="begin no case after so many")
     p.add_argument("--small", action="store_true", help="small inputs, as on a CPU; results are not kept")
     p.add_argument("--no-check", action="store_true", help="do not compare with float64 first")
     p.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    p.add_argument("--json", metavar="FILE")
+    p.add_argument("--json", type=output_file, metavar="FILE")
     return p
 
 

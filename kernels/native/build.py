@@ -8,6 +8,7 @@ Owns: the commands, and what a failure says. Finding compilers is toolchain.py's
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import cache as caches
@@ -25,6 +26,7 @@ from .toolchain import Toolchain, find_toolchain
 
 ABI = "2.11"  # no symbol of torch's stable ABI that is newer
 ARCHITECTURES = (80, 90, 100)  # without a GPU to look at
+LEAST = 80  # our kernels need compute capability 8.0
 _ABI_MACRO = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 _POLL = 0.02  # seconds
 # nvcc: "rmsnorm.cu(12): error: ..."; g++ and nvcc's own host pass: "rmsnorm.cu:12:3: fatal error: ..."
@@ -75,13 +77,17 @@ def build(target: Target, cache: Path | None = None, say: Callable[[str], None] 
         bytes=0,
         built=time.time(),
     )
-    if caches.read(cache / plan.name) is not None:
-        return cache / plan.name / LIBRARY
+    there = caches.read(cache / plan.name)
+    if there is not None and there.is_intact():
+        return there.library
+    if (cache / plan.name).exists():
+        say(f"{cache / plan.name} is damaged, and is built anew")
     for_what = "the CPU" if target.emulated else ", ".join(f"sm_{a}" for a in architectures)
     say(f"compiling {len(units)} files of kernels for {for_what} ({tools.version})")
     with caches.workshop(cache) as work:
         _compile(work, units, compile_flags, link, cache / f"failed-{plan.name}.log")
-        finished = Built(**{**vars(plan), "bytes": (work / LIBRARY).stat().st_size})
+        library = work / LIBRARY
+        finished = replace(plan, bytes=library.stat().st_size, sha256=caches.sha256_of(library))
         path = caches.publish(work, finished)
     say(f"{path}: {finished.bytes / 1e6:.1f} MB in {time.time() - plan.built:.0f} s")
     return path
@@ -102,7 +108,8 @@ def _architectures(target: Target, tools: Toolchain) -> tuple[int, ...]:
         wanted = tuple(a for a in wanted if a in known)
     unknown = [str(a) for a in wanted if a not in known]
     if unknown or not wanted:
-        text = f"architectures {', '.join(unknown) or 'none'}: {tools.nvcc} has {', '.join(map(str, known))}"
+        has = ", ".join(str(a) for a in known if a >= LEAST) or "none from 80 on"
+        text = f"architectures {', '.join(unknown) or 'none'}: {tools.nvcc} has {has}"
         raise ValueError(f"{text}; choose of these, or install a newer nvcc")
     return wanted
 
@@ -151,22 +158,34 @@ def _compile(work: Path, units: Sequence[Path], flags: list[str], link: list[str
         failed = _run_all({LIBRARY: command}, logs)
     log = _joined(jobs, logs)
     if failed:
-        kept.write_text(log, encoding="utf-8")
-        lines = [f"{name}: {_first_error(logs[name])}" for name in failed]
-        raise BuildError("\n".join([*lines, f"the whole log: {kept}"]))
+        told: dict[str, list[str]] = {}  # what all files have in common stands once
+        for name, code in failed.items():
+            told.setdefault(_first_error(logs[name], code), []).append(name)
+        raise BuildError("\n".join([*(f"{', '.join(of)}: {text}" for text, of in told.items()), _keep(log, kept)]))
     (work / LOG).write_text(log, encoding="utf-8")
     for path in [*logs.values(), *work.glob("*.o")]:
         path.unlink(missing_ok=True)
     kept.unlink(missing_ok=True)
 
 
+def _keep(log: str, kept: Path) -> str:
+    """Where the log is, or why it is not: the compiler's error is told all the same."""
+    try:
+        kept.write_text(log, encoding="utf-8")
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            kept.unlink()
+        return f"the whole log cannot be kept: {kept}: {e.strerror}; {caches.CACHE}=DIRECTORY names another place"
+    return f"the whole log: {kept}"
+
+
 def _first_library(link: list[str]) -> int:
     return next(k for k, word in enumerate(link) if word.startswith("-L"))
 
 
-def _run_all(jobs: Mapping[str, list[str]], logs: Mapping[str, Path]) -> list[str]:
-    """The names of those that failed, after all have ended. However this is left, none runs on."""
-    waiting, failed = list(jobs), list[str]()
+def _run_all(jobs: Mapping[str, list[str]], logs: Mapping[str, Path]) -> dict[str, int]:
+    """Exit codes of those that failed, after all have ended. However this is left, none runs on."""
+    waiting, failed = list(jobs), dict[str, int]()
     running: dict[str, subprocess.Popen[bytes]] = {}
     cores = len(os.sched_getaffinity(0))
     try:
@@ -175,8 +194,9 @@ def _run_all(jobs: Mapping[str, list[str]], logs: Mapping[str, Path]) -> list[st
                 name = waiting.pop(0)
                 running[name] = _start(jobs[name], logs[name])
             for name in [name for name, process in running.items() if process.poll() is not None]:
-                if running.pop(name).returncode:
-                    failed.append(name)
+                code = running.pop(name).returncode
+                if code:
+                    failed[name] = code
             if failed:
                 waiting.clear()
             time.sleep(_POLL)
@@ -184,7 +204,7 @@ def _run_all(jobs: Mapping[str, list[str]], logs: Mapping[str, Path]) -> list[st
         for process in running.values():
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return sorted(failed)
+    return dict(sorted(failed.items()))
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -205,12 +225,14 @@ def _joined(jobs: Mapping[str, list[str]], logs: Mapping[str, Path]) -> str:
     return "\n".join(texts)
 
 
-def _first_error(log: Path) -> str:
+def _first_error(log: Path, code: int) -> str:
     said = log.read_text(encoding="utf-8", errors="replace")
     found = _ERROR.search(said)
     if found:
         return f"{found['place']}: {found['text']}"
     other = _ANY_ERROR.search(said)
-    return (
-        other[0].strip() if other else (said.strip().splitlines() or ["the compiler was killed (out of memory?)"])[-1]
-    )
+    if other:
+        return other[0].strip()
+    how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+    last = (said.strip().splitlines() or ["without a word"])[-1]
+    return f"the compiler {how}: {last}"

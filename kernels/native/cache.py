@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -22,6 +23,7 @@ CSRC = PACKAGE / "csrc"
 FROZEN = PACKAGE / "built"  # of a run's code: what was in the cache when it was frozen
 LIBRARY, MANIFEST, LOG = "libstoker.so", "build.json", "build.log"
 CACHE = "STOKER_KERNELS_CACHE"  # a directory instead of the user's; in a job one of the node's own
+_NAME = re.compile(r"[0-9a-f]{32}")
 _SUFFIXES = (".cu", ".cuh", ".h")
 _STALE = 24 * 3600  # seconds after which a half-made directory is nobody's any more
 
@@ -40,16 +42,28 @@ class Built:
     abi: str  # torch's stable ABI that it needs, as 2.11
     bytes: int
     built: float  # seconds since 1970
+    sha256: str = ""  # of LIBRARY, hexadecimal; empty: made before this was kept
     place: str = ""  # the directory it was found in
 
     @property
     def library(self) -> Path:
         return Path(self.place) / self.name / LIBRARY
 
+    def is_intact(self) -> bool:
+        """Whether the file still has the bytes that were built; reads all of them."""
+        try:
+            return not self.sha256 or sha256_of(self.library) == self.sha256
+        except OSError:
+            return False
+
     def runs_on(self, capability: int) -> bool:
         """capability: as 90 for 9.0. Machine code serves later minor versions of its major one, PTX all later ones."""
         has_code = any(a // 10 == capability // 10 and a <= capability for a in self.architectures)
         return has_code or (self.ptx is not None and self.ptx <= capability)
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def digest_of(folder: Path = CSRC) -> str:
@@ -68,8 +82,8 @@ def user_cache(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_to_write(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a build goes."""
-    return Path(environ[CACHE]) if environ.get(CACHE) else user_cache(environ)
+    """Where a build goes; absolute, so that what is printed of it holds elsewhere too."""
+    return Path(environ[CACHE]).expanduser().absolute() if environ.get(CACHE) else user_cache(environ)
 
 
 def places(environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -86,6 +100,18 @@ def built_in(place: Path) -> list[Built]:
             if built is not None:
                 found.append(built)
     return sorted(found, key=lambda b: (-b.built, b.name))
+
+
+def damaged_in(place: Path) -> list[Path]:
+    """What has an object's name in a directory and is none; nothing takes it, and a build replaces it."""
+    with contextlib.suppress(OSError):
+        return sorted(entry for entry in place.iterdir() if _NAME.fullmatch(entry.name) and _is_damaged(entry))
+    return []
+
+
+def _is_damaged(entry: Path) -> bool:
+    built = read(entry)
+    return built is None or not built.is_intact()
 
 
 def read(entry: Path) -> Built | None:
@@ -133,22 +159,27 @@ def workshop(cache: Path) -> Iterator[Path]:
 
 
 def publish(work: Path, built: Built) -> Path:
-    """Give a workshop with LIBRARY in it its name in the cache; what is whole there already stays. Returns its path."""
+    """Give a workshop with LIBRARY in it its name in the cache; what is whole there already stays. Returns its path.
+
+    `built`: of LIBRARY as it is in the workshop.
+    """
     plain = {key: value for key, value in asdict(built).items() if key not in ("place", "name")}
     (work / MANIFEST).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     target = work.parent / built.name
     for _ in range(3):
-        if read(target) is not None:  # somebody was quicker
+        if not _is_damaged(target):  # somebody was quicker
             break
         try:
             os.rename(work, target)
             break
         except OSError:
             # Renaming onto a directory that is not empty: whole by now, or damaged and in the way.
-            if read(target) is None:
+            if _is_damaged(target):
                 with contextlib.suppress(OSError):
-                    os.rename(target, Path(tempfile.mkdtemp(prefix=".tmp-", dir=work.parent)))
-    if read(target) is None:
+                    aside = Path(tempfile.mkdtemp(prefix=".tmp-", dir=work.parent))
+                    os.rename(target, aside)
+                    shutil.rmtree(aside, ignore_errors=True)
+    if _is_damaged(target):
         raise OSError(f"{target}: cannot be written; remove it")
     return target / LIBRARY
 
@@ -167,7 +198,7 @@ def to_freeze() -> dict[str, str]:
     found: dict[str, str] = {}
     taken: set[tuple[int, ...]] = set()
     for built in find(where=[place for place in places() if place != FROZEN]):
-        if built.architectures not in taken:
+        if built.architectures not in taken and built.is_intact():
             taken.add(built.architectures)
             found |= {f"{built.name}/{file}": str(built.library.with_name(file)) for file in (LIBRARY, MANIFEST)}
     for place in reversed(places()):

@@ -28,6 +28,9 @@ def lacks(capability: int | None = None) -> str | None:
         if old is not None:
             reasons.append(f"{built.library} {old}")
             continue
+        if not built.is_intact():
+            reasons.append(f"{built.library} is damaged: `stoker kernels build` replaces it")
+            continue
         try:
             library.load(built.library)
         except (OSError, RuntimeError) as e:
@@ -90,7 +93,7 @@ def build_if_missing(
 
     architectures: what to build for; empty: the device.
     """
-    if find(capability):
+    if any(built.is_intact() for built in find(capability)):
         return None
     try:
         wanted = tuple(architectures) or (_nearest(capability, find_toolchain().known()),)

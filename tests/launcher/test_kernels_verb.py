@@ -126,7 +126,7 @@ def test_in_a_container_it_runs_from_a_copy_of_the_sources_with_the_containers_p
     container = ["container.runtime=command", "container.command=[env,IN_CONTAINER=1]", f"container.python={inner}"]
     done = stoker(tmp_path, "list", *container)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("built ")
+    assert done.stdout.startswith("nothing is built: ")
     first, *listing = shown.read_text().splitlines()
     inside, path, *words = first.split()
     assert (inside, words) == ("1", ["-m", "stoker.kernels", "list"])
@@ -181,5 +181,6 @@ def test_bench_kernels_times_an_op_and_names_what_it_does_not_know(tmp_path: Pat
     done = bench("kernels", "gelu", "--rounds", "1", "--no-compile")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].split()[:5] == ["gelu", "24", "x", "96", "reference"]
+    assert "gelo: no such op, did you mean gelu? known: rmsnorm, " in bench("kernels", "gelo").stderr
     assert "there is: stoker bench kernels" in bench("disks").stderr
     assert bench().returncode == 2

@@ -97,8 +97,3 @@ def test_the_command_prints_a_table_writes_json_and_keeps_nothing_of_a_cpu(tmp_p
     assert [row["contender"] for row in rows] == ["reference", "torch eager"]
     assert not list(tmp_path.rglob("measured-*"))
     assert measured.read("cpu", "") is None
-
-
-def test_an_unknown_op_is_named(capsys):
-    assert main(["swigly"]) == 2
-    assert "swigly: no such op; there are rmsnorm, " in capsys.readouterr().err

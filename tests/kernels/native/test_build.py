@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -117,12 +118,21 @@ def put(cache: Path, name: str, sources: Path, architectures: tuple[int, ...], e
         return caches.publish(work, plan)
 
 
-def test_a_truncated_object_is_none_and_is_built_again(sources: Path, tmp_path: Path) -> None:
-    path = build(for_cpu(sources), tmp_path / "cache")
-    path.write_bytes(path.read_bytes()[:100])
+def test_a_damaged_object_is_built_again_and_leaves_nothing(sources: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = build(for_cpu(sources), cache)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
     assert caches.read(path.parent) is None
-    assert build(for_cpu(sources), tmp_path / "cache") == path
+    assert build(for_cpu(sources), cache) == path
+    flipped = bytearray(path.read_bytes())
+    flipped[-1] ^= 1
+    path.write_bytes(flipped)
+    lines: list[str] = []
+    assert build(for_cpu(sources), cache, lines.append) == path
+    assert lines[0] == f"{path.parent} is damaged, and is built anew"
     assert ctypes.CDLL(str(path)).answer() == 42
+    assert entries(cache) == [path.parent.name]
 
 
 BUILD = """
@@ -195,6 +205,49 @@ def test_a_compilers_error_is_shown_with_its_place_and_the_whole_log_kept(source
     assert entries(tmp_path / "cache") == [log.name]
     (sources / "broken.cu").unlink()
     assert ctypes.CDLL(str(build(for_cpu(sources), tmp_path / "cache"))).answer() == 42
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("exit 3", "the compiler ended with exit code 3: without a word"),
+        ("echo no licence >&2; exit 3", "the compiler ended with exit code 3: no licence"),
+        ("kill -9 $$", "the compiler was killed by signal 9 (out of memory?): without a word"),
+    ],
+)
+def test_a_compiler_that_just_ends_is_told_how_and_once_for_all_files(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, words: str
+) -> None:
+    compiler = tmp_path / "c++"
+    # All at once: after the first failure no further file is begun.
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo bad 1.0 && exit\nsleep 0.3\n{end}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    (sources / "other.cu").write_text(KERNEL)
+    with pytest.raises(BuildError) as error:
+        build(for_cpu(sources), tmp_path / "cache")
+    first, second = str(error.value).splitlines()
+    assert first == f"other.cu, tiny.cu: {words}"
+    assert second.startswith("the whole log: ")
+
+
+def test_a_compilers_error_is_told_though_its_log_cannot_be_kept(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, *_: object, **__: object) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (sources / "tiny.cu").write_text("int f() { return undeclared; }\n")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(BuildError) as error:
+        build(for_cpu(sources), tmp_path / "cache")
+    first, second = str(error.value).splitlines()
+    assert "'undeclared' was not declared" in first
+    assert second.startswith(f"the whole log cannot be kept: {tmp_path}/cache/failed-")
+    assert second.endswith(": No space left on device; STOKER_KERNELS_CACHE=DIRECTORY names another place")
+    assert entries(tmp_path / "cache") == []
 
 
 @needs_nvcc

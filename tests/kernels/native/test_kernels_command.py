@@ -11,6 +11,7 @@ from stoker.kernels.__main__ import main
 from stoker.kernels.device import Device
 from stoker.kernels.measured import Measured
 from stoker.kernels.native import cache as caches
+from stoker.kernels.native import ready
 from stoker.kernels.ops import OP_NAMES
 from stoker.kernels.overview import overview
 
@@ -32,6 +33,31 @@ def test_what_is_built_is_listed(cache: Path, capsys: pytest.CaptureFixture[str]
     first, second = capsys.readouterr().out.splitlines()[1:]
     assert first.endswith(f"sm_90, sm_100 + PTX        0.0  yes               {cache / ('a' * 32)}")
     assert second.endswith(f"no                {cache / ('b' * 32)}")
+
+
+def test_where_nothing_is_built_the_list_says_what_to_do(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("nothing is built: no kernels in ")
+    assert line.endswith(f"{cache}, {cache}/user/stoker/kernels; `stoker kernels build` makes them")
+
+
+@pytest.mark.parametrize("damage", [b"\x7fELG", b"\x7fEL"], ids=["a bit", "cut"])
+def test_a_damaged_object_is_told_and_not_taken(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: bytes
+) -> None:
+    with caches.workshop(cache) as work:
+        (work / caches.LIBRARY).write_bytes(b"\x7fELF")
+        intact = caches.sha256_of(work / caches.LIBRARY)
+        ours = (caches.digest_of(), caches.unit_names())
+        path = caches.publish(work, caches.Built("a" * 32, *ours, (90,), 90, False, "nvcc", "2.11", 4, 2e9, intact))
+    path.write_bytes(damage)
+    assert main(["list"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line == (f"damaged           nothing takes it; `stoker kernels build` replaces it {path.parent}")
+    monkeypatch.setattr("stoker.kernels.native.library.loaded", lambda: None)
+    assert ready.lacks(90) is not None
+    assert caches.to_freeze() == {}
 
 
 def test_what_each_op_would_run_with_is_shown_in_one_table(
@@ -127,3 +153,32 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_field(
         f"stoker kernels: error: {in_the_way}: File exists; the kernels' cache is {in_the_way}; "
         "STOKER_KERNELS_CACHE=DIRECTORY names another that can be written"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["report", "--write", "/nowhere/x"], "'/nowhere/x'; /nowhere is no directory that is there"),
+        (["report", "--write", "/"], "'/'; expected a file that can be written"),
+        (["bench", "--json", "/nowhere/x"], "'/nowhere/x'; /nowhere is no directory that is there"),
+        (["bench", "--rounds", "0"], "'0'; expected a whole number from 1 on"),
+        (["bench", "--minutes", "-1"], "'-1'; expected a number of minutes above 0"),
+        (["bench", "rmsnrm"], "rmsnrm: no such op, did you mean rmsnorm? known: rmsnorm, layernorm, "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_refused_before_the_work(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_an_interrupted_measurement_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stoker.kernels.bench.__main__.main", interrupted)
+    assert main(["bench"]) == 130
