@@ -59,12 +59,16 @@ class _LayerNormOfSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         y, total, mean, rstd = _forward_residual(x, residual, weight, bias, eps)
         ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.set_materialize_grads(False)  # a last layer's sum goes nowhere: no zeros for it
         return y, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(
+        ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         total, weight, mean, rstd = ctx.saved_tensors
+        grad_y = torch.zeros_like(total) if grad_y is None else grad_y
         grad_x, grad_weight, grad_bias = _grad(grad_y, grad_total, total, weight, mean, rstd)
         return grad_x, grad_x, grad_weight, grad_bias, None
 

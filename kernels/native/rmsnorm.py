@@ -59,12 +59,16 @@ class _RmsNormOfSum(torch.autograd.Function):
         y, total, rstd = _forward_residual(x, residual, weight, eps, offset)
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset = offset
+        ctx.set_materialize_grads(False)  # a last layer's sum goes nowhere: no zeros for it
         return y, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(
+        ctx: Any, grad_y: Tensor | None, grad_total: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         total, weight, rstd = ctx.saved_tensors
+        grad_y = torch.zeros_like(total) if grad_y is None else grad_y
         grad_x, grad_weight = _grad(grad_y, grad_total, total, weight, rstd, ctx.offset)
         return grad_x, grad_x, grad_weight, None, None
 

@@ -85,6 +85,20 @@ def test_a_residual_in_another_layout(op):
     assert torch.equal(y, native(op)(total, *weights, EPS))
 
 
+def test_an_output_that_goes_nowhere_adds_nothing_to_gradients(op):
+    x, residual = torch.randn(2, 5, 64, requires_grad=True).unbind()
+    weights = [w.requires_grad_() for w in parameters(op, 64)]
+    upstream = torch.randn(5, 64)
+    y, total = native(op)(x, *weights, EPS, residual)
+    found = torch.autograd.grad(y, [x, *weights], upstream)
+    wanted = torch.autograd.grad(native(op)(x + residual, *weights, EPS), [x, *weights], upstream)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    y, total = native(op)(x, *weights, EPS, residual)
+    of_x, *of_weights = torch.autograd.grad(total, [x, *weights], upstream)
+    assert torch.equal(of_x, upstream)
+    assert not any(g.any() for g in of_weights)
+
+
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [
