@@ -1,14 +1,17 @@
 // CUDA on the CPU: the same .cu files, compiled with `g++ -x c++ -DSTOKER_EMULATION`, run without a device. One fiber per
 // CUDA thread; blocks run one after another. Owns the names that CUDA gives to things; emulation_block.h runs them.
 //
-// A deadlock, threads that meet at different barriers, and a write around dynamic shared memory raise std::runtime_error
-// with the kernel, the block and which threads wait where. Threads run in the order of STOKER_EMULATION_ORDER=
-// ascending|descending|random:<seed> between two barriers, so that results change with it where a barrier is missing.
+// A deadlock, threads that meet at different barriers, an access where no memory is, and a write around dynamic shared
+// memory raise std::runtime_error with the kernel, the block and which threads wait where. Threads run in the order of
+// STOKER_EMULATION_ORDER=ascending|descending|random:<seed> between two barriers, so that results change with it where a
+// barrier is missing.
 //
 // It cannot see: races between threads that hardware runs at the same time (each thread runs alone from one barrier or
 // exchange to the next), the memory model (all writes are seen at once, fences mean nothing), races between blocks,
-// registers, occupancy, alignment of vector accesses (UBSan sees that), tensor cores and TMA. Rounding of fused
-// multiply-adds and of CUDA's own mathematical functions differs from the device's.
+// registers, occupancy, launch bounds, the size of arguments, alignment of vector accesses (UBSan sees that), results
+// that are read before a kernel wrote them, tensor cores and TMA. What is compiled for the device alone does not run:
+// stores by __stwb, what a launch asks the driver, streams. Rounding of fused multiply-adds and of CUDA's own
+// mathematical functions differs from the device's.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -310,7 +310,7 @@ inline void run_grid(const char* name, dim3 grid, dim3 block, size_t shared_byte
     Schedule schedule = Schedule::from_environment();
     const int byte = poison(schedule.order);
     const FaultHandler faults(on_fault);
-    const Blocks blocks(uint64_t{grid.x} * grid.y * grid.z);
+    const Blocks blocks(name, uint64_t{grid.x} * grid.y * grid.z);
     for (uint64_t step = 0; step < blocks.count(); ++step) {
         const uint64_t i = blocks[schedule.order == Order::ascending ? step : blocks.count() - 1 - step];
         block_index = uint3{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),

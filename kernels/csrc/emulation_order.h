@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -61,13 +62,20 @@ struct Schedule {
 };
 
 // Which blocks of a grid run: all, or those of STOKER_EMULATION_BLOCKS, a list of integers that are taken modulo the
-// number of blocks (-1 is the last). For tensors so large that the blocks in the middle would take hours.
+// number of blocks (-1 is the last); with "name:" before them, of kernels alone that have this in their name. For tensors
+// so large that the blocks in the middle would take hours.
 class Blocks {
   public:
-    explicit Blocks(uint64_t total) : count_(total) {
+    Blocks(const std::string& kernel, uint64_t total) : count_(total) {
         const char* text = std::getenv("STOKER_EMULATION_BLOCKS");
         if (text == nullptr || *text == 0) {
             return;
+        }
+        if (const char* colon = std::strchr(text, ':'); colon != nullptr) {
+            if (kernel.find(std::string(text, colon)) == std::string::npos) {
+                return;
+            }
+            text = colon + 1;
         }
         const int64_t size = static_cast<int64_t>(total);
         for (char* end = nullptr; *text != 0; text = *end == ',' ? end + 1 : end) {

@@ -38,9 +38,17 @@ def thread_order(order: str) -> AbstractContextManager[None]:
     return _environment("STOKER_EMULATION_ORDER", order)
 
 
-def only_blocks(*indices: int) -> AbstractContextManager[None]:
-    """Launches inside run these blocks alone, each index taken modulo the number of blocks: -1 is the last."""
-    return _environment("STOKER_EMULATION_BLOCKS", ",".join(map(str, indices)))
+def only_blocks(*indices: int, of: str = "") -> AbstractContextManager[None]:
+    """Launches inside run these blocks alone, each index taken modulo the number of blocks: -1 is the last.
+
+    of: a part of the names of the kernels that this is for; the others run whole.
+    """
+    return _environment("STOKER_EMULATION_BLOCKS", f"{of}:" * bool(of) + ",".join(map(str, indices)))
+
+
+def multiprocessors(count: int) -> AbstractContextManager[None]:
+    """Launches inside are for a device with so many: the more, the fewer rounds of a block that walks over its work."""
+    return _environment("STOKER_EMULATION_MULTIPROCESSORS", str(count))
 
 
 def in_every_order(run: Callable[[], Result]) -> list[Result]:
@@ -109,5 +117,5 @@ class FarRows:
         block of a loop over all rows has many of them. Sums over all rows are therefore wrong."""
         # By their own numbers, too: where a grid has fewer blocks than rows, they begin again with the first block.
         blocks = (0, 1, -2, -1, self.rows - 2, self.rows - 1)
-        with _environment("STOKER_EMULATION_MULTIPROCESSORS", str(2**20)), only_blocks(*blocks):
+        with multiprocessors(2**20), only_blocks(*blocks):
             yield

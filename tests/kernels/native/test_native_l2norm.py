@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter
+from emulated_runs import assert_order_does_not_matter, only_blocks, sparse
 from stoker.kernels.reference import l2norm as reference
 from torch.library import opcheck
 
@@ -68,6 +68,20 @@ def test_the_norm_survives_where_its_square_overflows_float32(l2norm):
 def test_the_order_of_threads_does_not_matter(l2norm):
     x = torch.randn(33001)
     assert_order_does_not_matter(lambda: l2norm([x, x[1:]]).view(1))
+
+
+@pytest.mark.full
+def test_the_norm_of_more_than_two_to_the_31(l2norm):
+    x = sparse((2**31 + 32768 + 5,), torch.bfloat16)
+    x[[0, -6, -5, -1]] = 2.0
+    assert l2norm([x, torch.tensor([3.0])]).item() == 5.0
+
+
+def test_infinity_past_two_to_the_31_is_found(l2norm):
+    x = sparse((2**31 + 32768 + 5,), torch.bfloat16)
+    x[-1] = math.inf
+    with only_blocks(-1, of="each_chunk"):  # what the other blocks did not leave is anything
+        assert not l2norm([x]).isfinite()
 
 
 def test_opcheck_compile_and_no_graph(l2norm):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter
+from emulated_runs import assert_order_does_not_matter, only_blocks, sparse
 from stoker.kernels.reference import linear_cross_entropy as reference
 from torch.library import opcheck
 
@@ -105,6 +105,26 @@ def test_opcheck(native):
     opcheck(whole, (torch.randn(5, 20), *rows[:2], None, targets, rows[2], -100, 0.1, 0.0))
     opcheck(whole, (torch.randn(5, 20), *rows[:2], narrow, targets, rows[2], -100, 0.1, 3.0))
     opcheck(whole, (torch.randn(5, 20), *rows[:2], None, targets, None, -100, 0.1, 0.0))
+
+
+@pytest.mark.parametrize("beside", [False, True])  # the gradient over the logits, or narrower beside them
+def test_logits_past_two_to_the_31(emulated, beside):
+    n_classes, rows = 128_256, 17_000
+    logits = sparse((rows, n_classes), torch.float32)
+    grad = sparse((rows, n_classes), torch.bfloat16) if beside else None
+    assert logits.numel() > 2**31
+    given = logits[-1] = 4 * torch.randn(n_classes)
+    targets, ones = torch.full((rows,), n_classes - 1), torch.ones(rows)
+    losses, lse = torch.empty(rows), torch.empty(rows)
+    with only_blocks(-1):
+        torch.ops.stoker.cross_entropy_whole_(logits, losses, lse, grad, targets, ones, -100, 0.0, 0.0)
+    exact = given.double().requires_grad_()
+    loss = exact.logsumexp(0) - exact[-1]
+    torch.testing.assert_close(losses[-1].double(), loss.detach(), rtol=LOSS, atol=0)
+    (wanted,) = torch.autograd.grad(loss, exact)
+    to = logits if grad is None else grad
+    torch.testing.assert_close(to[-1].double(), wanted, rtol=GRAD[to.dtype], atol=1e-7)
+    assert not to[-2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter
+from emulated_runs import FarRows, assert_order_does_not_matter, sparse
 from stoker.kernels.reference import moe_topk as reference
 from torch.library import opcheck
 
@@ -84,6 +84,22 @@ def test_non_contiguous_empty_and_the_same_bits_twice(moe_topk):
     assert [tuple(t.shape) for t in chosen(moe_topk, torch.empty(0, 8), 2)] == [(0, 2), (0, 2), (0, 8)]
     scores, bias = torch.randn(33, 72), torch.randn(72)
     assert_order_does_not_matter(lambda: chosen(moe_topk, scores, 4, bias, normalize=True))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_scores_past_two_to_the_31(moe_topk, normalize):
+    far = FarRows((512,), torch.float32)
+    scores, upstream = far.random(), sparse((far.rows, 2), torch.float32)
+    upstream[-2:] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    with far.launches():
+        choice, weights = moe_topk(scores.requires_grad_(), 2, normalize=normalize)
+        (grad,) = torch.autograd.grad(weights, scores, upstream)
+    ends = far.ends(scores.detach()).requires_grad_()
+    wanted, wanted_weights = reference(ends, 2, normalize=normalize)
+    assert torch.equal(far.ends(choice), wanted)
+    torch.testing.assert_close(far.ends(weights.detach()), wanted_weights.detach())
+    (wanted_grad,) = torch.autograd.grad(wanted_weights, ends, far.ends(upstream))
+    torch.testing.assert_close(far.ends(grad), wanted_grad)
 
 
 def test_gradcheck_opcheck_and_one_graph(moe_topk):

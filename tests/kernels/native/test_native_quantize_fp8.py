@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter
+from emulated_runs import assert_order_does_not_matter, multiprocessors, only_blocks, sparse
 from stoker.kernels.reference import quantize_fp8 as reference
 from torch.library import opcheck
 
@@ -71,6 +71,29 @@ def test_strides_offsets_and_the_same_bits_twice(quantize_fp8):
         assert_same(quantize_fp8(x), reference(x))
     x = torch.randn(70, 96)
     assert_order_does_not_matter(lambda: tuple(bits(t) for t in quantize_fp8(x.bfloat16(), transpose=True)))
+
+
+# The pass for the largest magnitude runs whole, as every block of the other one reads what all of its blocks have left;
+# of the other one the first and the last of 512 blocks run. Sizes are such that these have the last tile, or the last
+# pieces and the elements behind them.
+def test_numbers_past_two_to_the_31_elements(quantize_fp8):
+    x = sparse((2**31 + 2**21 + 3,), torch.bfloat16)
+    x[-5:] = torch.tensor([1.5, -7.0, 448.0, 0.25, -3.0])
+    with multiprocessors(64), only_blocks(0, -1, of="quantize_flat"):
+        values, scale, _ = quantize_fp8(x)
+    assert scale.item() == 1.0
+    assert values[-5:].float().tolist() == [1.5, -7.0, 448.0, 0.25, -3.0]
+
+
+def test_a_transposed_copy_past_two_to_the_31_elements(quantize_fp8):
+    rows = 2**25 + 2**15
+    x = sparse((rows, 64), torch.bfloat16)
+    x[-2:, -3:] = torch.tensor([[1.5, -7.0, 448.0], [0.25, -3.0, 2.0]])
+    with multiprocessors(64), only_blocks(0, -1, of="quantize_both"):
+        values, scale, copy = quantize_fp8(x, transpose=True)
+    assert scale.item() == 1.0
+    assert values[-2:, -3:].float().tolist() == [[1.5, -7.0, 448.0], [0.25, -3.0, 2.0]]
+    assert copy[-3:, -2:].float().tolist() == [[1.5, 0.25], [-7.0, -3.0], [448.0, 2.0]]
 
 
 def test_opcheck_and_one_graph(quantize_fp8):
