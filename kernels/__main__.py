@@ -50,17 +50,21 @@ def _run(command: str, verb: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as e:
-        place = f"{e.filename or cache.cache_to_write()}: {e.strerror or e}"
-        # Of a file that was named on the command line nothing more is to be said.
-        if not isinstance(e.filename, str) or Path(e.filename).is_relative_to(cache.cache_to_write()):
-            place += f"; the kernels' cache is {cache.cache_to_write()}; {cache.CACHE}=DIRECTORY names another that can"
-            place += " be written"
-        print(f"{command}: error: {place}", file=sys.stderr)
+        print(f"{command}: error: {_told(e)}", file=sys.stderr)
         return 1
     except ValueError as e:
         for line in str(e).splitlines():
             print(f"{command}: error: {line}", file=sys.stderr)
         return 1
+
+
+def _told(e: OSError) -> str:
+    place = cache.cache_to_write()
+    path = Path(e.filename) if isinstance(e.filename, str) else place
+    text = f"{path}: {e.strerror or e}"
+    if not (path.is_relative_to(place) or place.is_relative_to(path)):
+        return text  # of a file that the command line names
+    return f"{text}; the kernels' cache is {place}; {cache.CACHE}=DIRECTORY names another that can be written"
 
 
 def _parser() -> argparse.ArgumentParser:

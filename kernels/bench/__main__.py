@@ -20,6 +20,7 @@ from ..arguments import at_least_one, minutes, output_file
 from ..device import Device
 from ..dispatch import nearest
 from ..native import ready
+from ..native.cache import user_cache
 from ..ops import OP_NAMES
 from .case import Case
 from .cases import LARGE, SMALL, cases
@@ -61,12 +62,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(results, device, roof, dtype))
     if options.json:
         options.json.write_text(json.dumps(as_json(results, device, roof), indent=1) + "\n", encoding="utf-8")
-    if device.capability is not None and not options.small:
-        print(f"kept for kernels=auto: {measured.write(to_keep(results, device))}")
+    is_kept = device.capability is None or options.small or _keep(to_keep(results, device))
     wrong = [r for r in results if r.verdict is not None and not r.verdict.is_right]
     for r in wrong:
         print(f"stoker bench kernels: error: {_wrong(r)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 0 if is_kept and not wrong else 1
+
+
+def _keep(found: measured.Measured) -> bool:
+    """For `auto`; what was measured is printed all the same."""
+    try:
+        print(f"kept for kernels=auto: {measured.write(found)}")
+    except OSError as e:
+        print(
+            f"stoker bench kernels: error: not kept for kernels=auto: {e.filename or user_cache()}: {e.strerror}; "
+            "XDG_CACHE_HOME=DIRECTORY names another place",
+            file=sys.stderr,
+        )
+        return False
+    return True
 
 
 def run(

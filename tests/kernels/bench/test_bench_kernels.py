@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from stoker.kernels import measured, reference
-from stoker.kernels.bench.__main__ import main, to_keep
+from stoker.kernels.bench.__main__ import _keep, main, to_keep
 from stoker.kernels.bench.case import Maker, backward_bytes, forward_bytes
 from stoker.kernels.bench.cases import SMALL, cases
 from stoker.kernels.bench.check import Verdict, check
@@ -97,3 +97,13 @@ def test_the_command_prints_a_table_writes_json_and_keeps_nothing_of_a_cpu(tmp_p
     assert [row["contender"] for row in rows] == ["reference", "torch eager"]
     assert not list(tmp_path.rglob("measured-*"))
     assert measured.read("cpu", "") is None
+
+
+def test_results_that_cannot_be_kept_are_an_error_with_what_to_do(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert _keep(measured.Measured("NVIDIA H100", "2.13", "", {})) is False
+    assert capsys.readouterr().err == (
+        f"stoker bench kernels: error: not kept for kernels=auto: {tmp_path}/file/stoker/kernels: Not a directory; "
+        "XDG_CACHE_HOME=DIRECTORY names another place\n"
+    )

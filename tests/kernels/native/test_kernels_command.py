@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from stoker.kernels.__main__ import main
+from stoker.kernels.__main__ import _told, main
 from stoker.kernels.device import Device
 from stoker.kernels.measured import Measured
 from stoker.kernels.native import cache as caches
@@ -149,9 +150,12 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_field(
     monkeypatch.setenv(caches.CACHE, str(in_the_way))
     assert main(["build", "--arch", "90"]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told == (
-        f"stoker kernels: error: {in_the_way}: File exists; the kernels' cache is {in_the_way}; "
-        "STOKER_KERNELS_CACHE=DIRECTORY names another that can be written"
+    advice = f"the kernels' cache is {in_the_way}; STOKER_KERNELS_CACHE=DIRECTORY names another that can be written"
+    assert told == f"stoker kernels: error: {in_the_way}: File exists; {advice}"
+    read_only = OSError(errno.EROFS, "Read-only file system", str(cache))
+    assert _told(read_only) == f"{cache}: Read-only file system; {advice}"
+    assert (
+        _told(OSError(errno.ENOSPC, "No space left on device", "/report.md")) == "/report.md: No space left on device"
     )
 
 
