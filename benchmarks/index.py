@@ -27,6 +27,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from stoker.launcher.run.index_bounds import Bounds
 from stoker.launcher.run.manifest import (
     BLOCK,
     INDEX,
@@ -141,7 +142,7 @@ def measure(directory: Path, layout_: Layout, rank: int) -> None:
     check_sizes(directory, manifest)
     marks.append(time.perf_counter())
     reader = VerifiedReader(FileSource(directory), manifest)
-    index = Index(reader.small(INDEX), reader.small(OFFSETS), INDEX)
+    index = Index(reader.small(INDEX), reader.small(OFFSETS), INDEX, Bounds.of(manifest))
     found = match(index, entries)
     marks.append(time.perf_counter())
     assert not found.differences, found.differences[:3]

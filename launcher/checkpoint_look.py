@@ -22,7 +22,7 @@ from .run.effective import effective_config
 from .run.layout import CheckpointName, RunDir
 from .run.manifest import InvalidCheckpointError, Manifest, read_manifest
 from .run.retention import Retention, Validation, validation_of
-from .run.verification import verified_at
+from .run.verdict_note import read_note
 
 _JOBS = 8  # processes that look, where there are many checkpoints
 MANY = 2000  # checkpoints of which a list is made with less care
@@ -31,7 +31,7 @@ _UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-.+")
 
 
 class Health(str, Enum):
-    VERIFIED = "verified"  # every block was checked once, and no file was written since
+    VERIFIED = "verified"  # every block was good when it was read, and no file was written since
     VALID = "valid"  # manifest and sizes are right
     DAMAGED = "damaged"
     UNFINISHED = "unfinished"  # being written, or left by whoever was killed
@@ -102,9 +102,13 @@ def look_into(directory: Path, name: CheckpointName, is_glance: bool = False) ->
     problem = None if elsewhere else _wrong_size(directory, manifest)
     if problem is not None:
         return Found(name, directory, Health.DAMAGED, problem, manifest.time, size, loss)
-    verified = verified_at(directory, manifest)
-    health = Health.VALID if verified is None else Health.VERIFIED
-    return Found(name, directory, health, "", manifest.time, size, loss, verified, elsewhere)
+    note = read_note(directory, manifest)
+    if note is None:
+        return Found(name, directory, Health.VALID, "", manifest.time, size, loss, None, elsewhere)
+    if note.damage is not None:
+        problem = f"verify found {note.damage}"
+        return Found(name, directory, Health.DAMAGED, problem, manifest.time, size, loss, None, elsewhere)
+    return Found(name, directory, Health.VERIFIED, "", manifest.time, size, loss, note.time, elsewhere)
 
 
 def _wrong_size(directory: Path, manifest: Manifest) -> str | None:

@@ -25,7 +25,8 @@ EPILOG = """examples:
   stoker checkpoint ls runs/llama-261130-104733-x7q2
   stoker checkpoint ls 12345 --json          (a job id)
   stoker checkpoint ls                       (all runs below ./runs)
-STATE: `valid` at a look at manifest and sizes; `verified`: `stoker checkpoint verify` has read every block since.
+STATE: `valid` at a look at manifest and sizes; `verified`: `stoker checkpoint verify` has read every block since;
+`damaged` also if it has found a bad one since.
 KEPT FOR: why retention (checkpoint.keep, keep_every, keep_best) keeps it; `-`: it would go after the next save."""
 _HEADINGS = ("CHECKPOINT", "STEP", "ATTEMPT", "AGE", "SIZE", "STATE", "VALIDATION", "KEPT FOR")
 _RIGHT = {1, 2, 3, 4, 6}  # columns of numbers

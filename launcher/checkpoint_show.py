@@ -17,10 +17,12 @@ from .checkpoint_look import checkpoint_at
 from .checkpoint_ls import amount
 from .errors import environment_error
 from .run.chosen import NOTATION
-from .run.manifest import INDEX, InvalidCheckpointError, Manifest, check_sizes, read_manifest
+from .run.index_bounds import Bounds
+from .run.manifest import INDEX, LARGEST_SMALL, InvalidCheckpointError, Manifest, check_sizes, read_manifest
 from .run.outcome import EXIT_FAILED, EXIT_FINISHED
 from .run.retention import validation_of
-from .run.verification import expanded, nbytes_of, parse_index, verified_at
+from .run.verdict_note import read_note
+from .run.verification import expanded, nbytes_of, parse_index
 from .status import duration
 
 EPILOG = """examples:
@@ -45,8 +47,10 @@ def main(argv: list[str]) -> int:
         manifest = read_manifest(directory)
     except InvalidCheckpointError as e:
         raise environment_error(str(e)) from e
-    problem = problem_of(directory, manifest)
-    tensors = index_lines(directory)
+    tensors, bad_index = index_lines(directory, manifest)
+    note = read_note(directory, manifest)
+    noted = f"verify found {note.damage}" if note is not None and note.damage is not None else None
+    problem = problem_of(directory, manifest) or bad_index or noted
     chosen = [t for t in tensors if arguments.tensors is None or fnmatchcase(t["name"], arguments.tensors)]
     if arguments.json:
         listed = chosen if arguments.tensors is not None else None
@@ -68,12 +72,26 @@ def problem_of(directory: Path, manifest: Manifest) -> str | None:
     return None
 
 
-def index_lines(directory: Path) -> list[dict[str, Any]]:
-    """The lines of an index that lies in `directory`; none if it is not there, or damaged (`problem_of` says so)."""
+def index_lines(directory: Path, manifest: Manifest) -> tuple[list[dict[str, Any]], str | None]:
+    """The lines of an index that lies in `directory`, and what is wrong with it; none if it is not there, or has not
+    the size that it should (`problem_of` says so)."""
+    size = next((f.size for f in manifest.files if f.name == INDEX), 0)
     try:
-        return parse_index((directory / INDEX).read_bytes())
-    except (OSError, ValueError):
-        return []
+        with open(directory / INDEX, "rb") as f:
+            data = f.read(min(size, LARGEST_SMALL) + 1)
+        if len(data) != size:
+            return [], None
+        return parse_index(data, Bounds.of(manifest)), None
+    except OSError:
+        return [], None
+    except ValueError as e:
+        return [], f"{directory / INDEX}: {e}"
+
+
+def verified_at(directory: Path, manifest: Manifest) -> float | None:
+    """When all of it was found good."""
+    note = read_note(directory, manifest)
+    return None if note is None or note.damage is not None else note.time
 
 
 def _text(directory: Path, manifest: Manifest, problem: str | None, tensors: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,6 +1,6 @@
 """`stoker checkpoint verify RUN|CHECKPOINT ... [--all]`: reads every block and checks it.
 
-Owns: the arguments, what is said, and the note beside a checkpoint that it was found good. Does not own: the check
+Owns: the arguments, and what is said. Does not own: the check, and the note beside a checkpoint of what was found
 (run/verification.py). Bytes in an object store are read by the trainer's side, which takes over. Standard library only.
 """
 
@@ -30,8 +30,8 @@ EPILOG = """examples:
   stoker checkpoint verify runs/llama-261130-104733-x7q2               (its newest valid one)
   stoker checkpoint verify llama-261130-104733-x7q2 --all
   stoker checkpoint verify llama-261130-104733-x7q2:1000 --json
-Exit code 1 if any of them is damaged. What was found good is noted beside it (verified.json): `stoker checkpoint ls`
-shows it, and retention never removes the newest of such."""
+Exit code 1 if any of them is damaged. What was found is noted beside it (verified.json) and holds until a file is
+written: `stoker checkpoint ls` shows it, retention never removes the newest good one, and counts no bad one."""
 
 
 def main(argv: list[str]) -> int:

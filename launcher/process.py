@@ -12,6 +12,7 @@ from typing import Any
 
 from .run.files import read_json
 from .run.layout import RunDir
+from .run.process_start import start_ticks
 from .run.submissions import Submission
 
 
@@ -42,17 +43,6 @@ class ProcessId:
         if self.host != os.uname().nodename:
             return None
         return start_ticks(self.pid) == self.start
-
-
-def start_ticks(pid: int) -> int | None:
-    """Start time of a running process; None if there is none (a zombie has ended)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The command's name, in parentheses, may itself hold spaces and parentheses.
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def loop_path(run: RunDir, submission: int) -> Path:

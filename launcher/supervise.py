@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from . import interval_facts, jobinfo, jobnodes
@@ -36,6 +35,7 @@ from .run.interval import sentence
 from .run.layout import AttemptDir, RunDir, open_run
 from .run.outcome import EXIT_FINISHED, EXIT_REQUEUE, EXIT_USAGE, Cause, Next, Outcome
 from .run.packages import changes
+from .run.process_start import start_ticks
 from .run.stacks import offer
 from .run.submissions import Submission, own_submission, rival, series, submissions
 from .signals import SignalPipe
@@ -174,7 +174,7 @@ class Supervisor:
             "nodes": nodes,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "pid_start": _start_ticks(),
+            "pid_start": start_ticks(os.getpid()),
             "submission": self.submission.number,
             "time": time.time(),
         }
@@ -367,12 +367,6 @@ class Supervisor:
             fields = {"cause": outcome.cause.value, "next": outcome.next.value, "reason": outcome.reason}
             self.events.write("attempt_ended", **fields, step=outcome.step, saved_step=outcome.saved_step)
         _say(f"{outcome.cause.value}: {outcome.reason} (next: {outcome.next.value})")
-
-
-def _start_ticks() -> int:
-    """Start time of this process in clock ticks since boot: with the pid it names one process for good."""
-    text = Path("/proc/self/stat").read_text()
-    return int(text.rpartition(")")[2].split()[19])
 
 
 def _urgency(action: p.Action) -> int:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..run.layout import CheckpointName
-from ..run.manifest import InvalidCheckpointError, verify
+from ..run.manifest import InvalidCheckpointError
 from ..run.outcome import Cause
+from ..run.verification import verify
 from . import measure
 from .measure import Cost
 from .trial import Trial

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .layout import CheckpointName, RunDir
-from .manifest import MANIFEST, newest_valid
+from .manifest import MANIFEST
+from .verdict_note import newest_valid
 
 RUNS = "runs"  # where runs are looked for by name: conf.schema.Config.run_root
 NOTATION = "a checkpoint's directory, RUN (its newest valid one), RUN/step-... or RUN:STEP"

@@ -1,4 +1,4 @@
-"""Checkpoint manifest: schema, block checksums, verification. No valid manifest = no checkpoint.
+"""Checkpoint manifest: schema, block checksums, sizes. No valid manifest = no checkpoint.
 
     checkpoints/step-00001000-a0001/
       shard-00000.safetensors   tensors of one writer (slices of logical tensors)
@@ -8,8 +8,8 @@
                                 only what it needs
       manifest.json             written last; names every other file with its size and digest, and has one of itself
 
-Owns: that schema and its verification, with the standard library alone, so that the supervisor and tools that have
-no torch can verify. Does not own: what tensors mean (stoker.train.state).
+Owns: that schema and what a look can say, with the standard library alone, so that the supervisor and tools that have
+no torch can look. Does not own: reading it all (verification.py), what tensors mean (stoker.train.state).
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .files import parse_json, write_atomic
-from .layout import CheckpointName, RunDir
+from .layout import CheckpointName
 
 MANIFEST = "manifest.json"
 INDEX = "index.jsonl"
 OFFSETS = "index.offsets"
+LARGEST_SMALL = 2**30  # bytes of a file that is read at once: an index of 1,024 ranks takes a few MB
 BLOCK = 4 * 1024 * 1024  # bytes covered by one checksum: small enough that a partial reader verifies what it reads
 Crc32 = Callable[..., int]  # zlib's, or another that gives the same values faster
 _SOME, _AT_ONCE = 50, 16  # files after which it is decided whether the rest is worth threads, and how many of those
@@ -211,46 +212,24 @@ def _check_file(directory: Path, f: FileEntry) -> None:
 
 
 def check_entries(manifest: Manifest, where: str) -> None:
-    """The manifest names all that a checkpoint consists of: index, and block checksums of each large file.
+    """The manifest names all that a checkpoint consists of: index, and block checksums of each large file; what is
+    read at once is small.
 
     Raises:
-        InvalidCheckpointError: says what is missing.
+        InvalidCheckpointError: says what is missing, or too large.
     """
     sidecars = {f.name: f for f in manifest.files if f.crc32 is not None}
     missing = {INDEX, OFFSETS} - sidecars.keys()
     if missing:
         raise InvalidCheckpointError(f"{where}: does not name {', '.join(sorted(missing))}")
     for f in manifest.files:
+        if f.crc32 is not None and f.size > LARGEST_SMALL:
+            raise InvalidCheckpointError(f"{where}: {f.name} has {f.size} bytes, expected {LARGEST_SMALL} at most")
         if f.blocks is not None and (
             f.blocks not in sidecars or sidecars[f.blocks].size != 4 * ((f.size + BLOCK - 1) // BLOCK)
         ):
             text = f"block checksums {f.blocks} of {f.name} are missing or of the wrong length"
             raise InvalidCheckpointError(f"{where}: {text}")
-
-
-def verify(directory: Path) -> Manifest:
-    """Read everything and check every block. (Bytes in an object store are not read: see `check_sizes`.)
-
-    Raises:
-        InvalidCheckpointError: names the first bad file and block.
-    """
-    manifest = read_manifest(directory)
-    check_sizes(directory, manifest)
-    for f in manifest.files:
-        if f.blocks is not None and manifest.location is None:
-            try:
-                _verify_blocks(directory, f)
-            except OSError as e:
-                raise InvalidCheckpointError(f"{directory / f.name}: {e.strerror}") from e
-    return manifest
-
-
-def _verify_blocks(directory: Path, entry: FileEntry) -> None:
-    assert entry.blocks is not None
-    checker = BlockChecker(directory / entry.name, (directory / entry.blocks).read_bytes())
-    with open(directory / entry.name, "rb") as data:
-        for number in range(checker.count):
-            checker.check(number, data.read(BLOCK))
 
 
 class BlockChecker:
@@ -275,21 +254,6 @@ class BlockChecker:
         if number >= self.count or crc != self._crcs[number]:
             at = number * BLOCK
             raise InvalidCheckpointError(f"{self.path}: block {number} (from byte {at}) does not match its checksum")
-
-
-def newest_valid(
-    run: RunDir, skip: frozenset[CheckpointName] = frozenset()
-) -> Iterator[tuple[CheckpointName, Manifest]]:
-    """Checkpoints whose manifest, sizes and small files are right, newest first (blocks are not read)."""
-    for name in run.all_checkpoints():
-        if name in skip:
-            continue
-        try:
-            manifest = read_manifest(run.checkpoint(name))
-            check_sizes(run.checkpoint(name), manifest)
-        except InvalidCheckpointError:
-            continue
-        yield name, manifest
 
 
 def _crc32_of(path: str) -> int:

@@ -11,23 +11,36 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from .files import write_json
-from .manifest import BLOCK, INDEX, MANIFEST, FileEntry, InvalidCheckpointError, Manifest, read_manifest, shard_name
+from .index_bounds import WIDTHS, Bounds
+from .manifest import (
+    BLOCK,
+    INDEX,
+    MANIFEST,
+    FileEntry,
+    InvalidCheckpointError,
+    Manifest,
+    check_entries,
+    check_sizes,
+    read_manifest,
+    shard_name,
+)
+from .verdict_note import VERIFIED, VerdictNote, write_note
 
 Read = Callable[[str, int, int], bytes]  # (file, at, size) -> so many bytes; raises OSError; called by several threads
 Seen = Callable[[int], object]  # called with the bytes that have been checked since, by any thread
-VERIFIED = "verified.json"  # beside the manifest: that, and when, every block of these files was checked
 THREADS = 8  # zlib and the reads leave the interpreter
 _NAMED = 20  # so many damages are told with the tensors that they hit
 _PIECE = 4 * BLOCK  # bytes that one thread reads at once
-_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}  # else 1
+_AHEAD = 4  # pieces per thread that are asked for at a time
 
 
 @dataclass(frozen=True)
@@ -60,32 +73,45 @@ def open_file(directory: Path) -> Read:
 
 def all_damage(manifest: Manifest, read: Read, seen: Seen = lambda count: None, threads: int = THREADS) -> list[Damage]:
     """Everything that is wrong, in the order of the manifest's files; nothing if all bytes are what was written."""
+    try:
+        check_entries(manifest, MANIFEST)
+    except InvalidCheckpointError as e:
+        return [Damage(MANIFEST, 0, 0, None, str(e).removeprefix(f"{MANIFEST}: "), ())]
     small = {f.name: f for f in manifest.files if f.blocks is None}
     content: dict[str, bytes] = {}
     found = [d for f in small.values() if (d := _check_small(f, read, content)) is not None]
     lines: list[dict[str, Any]] = []
     try:
-        lines = parse_index(content.get(INDEX, b""))
+        lines = parse_index(content.get(INDEX, b""), Bounds.of(manifest))
         found += _gaps(lines, {f.name: f.size for f in manifest.files})
-    except (ValueError, KeyError, TypeError) as e:
+    except ValueError as e:
         lines = []
-        found.append(Damage(INDEX, 0, 0, None, f"is none of an index ({type(e).__name__}: {e})", ()))
+        found.append(Damage(INDEX, 0, 0, None, f"is none of an index ({e})", ()))
     large = [f for f in manifest.files if f.blocks is not None and f.blocks in content]
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        work = [
-            pool.submit(_check_piece, f, content[f.blocks], at, read, seen)
-            for f in large
-            if f.blocks is not None
-            for at in range(0, f.size, _PIECE)
-        ]
+        cut: set[str] = set()  # files that end too early: of these, nothing more is read
+        pieces, work = _pieces(large, cut), deque[Future[list[Damage]]]()
         try:
-            for done in work:
-                for damage in done.result():
+            while True:
+                for f, at in islice(pieces, _AHEAD * threads - len(work)):
+                    work.append(pool.submit(_check_piece, f, content[str(f.blocks)], at, read, seen, cut))
+                if not work:
+                    break
+                for damage in work.popleft().result():
                     found.append(_with_tensors(damage, lines) if len(found) < _NAMED else damage)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return found
+
+
+def _pieces(files: Iterable[FileEntry], cut: Container[str]) -> Iterator[tuple[FileEntry, int]]:
+    """(file, first byte). One at a time: what a manifest says of a size need not be so."""
+    for f in files:
+        for at in range(0, f.size, _PIECE):
+            if f.name in cut:
+                break
+            yield f, at
 
 
 def _check_small(f: FileEntry, read: Read, content: dict[str, bytes]) -> Damage | None:
@@ -101,7 +127,7 @@ def _check_small(f: FileEntry, read: Read, content: dict[str, bytes]) -> Damage 
     return None
 
 
-def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen) -> list[Damage]:
+def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen, cut: set[str]) -> list[Damage]:
     """Some blocks from byte `at` on."""
     size = min(_PIECE, f.size - at)
     try:
@@ -112,6 +138,7 @@ def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen) 
     for begin in range(0, size, BLOCK):
         number, end = (at + begin) // BLOCK, min(begin + BLOCK, size)
         if len(data) < end:
+            cut.add(f.name)
             problem = f"block {number}: ends at byte {at + len(data)}, expected {f.size}"
             return [*found, Damage(f.name, at + begin, end - begin, number, problem, ())]
         if zlib.crc32(data[begin:end]) != struct.unpack_from("<I", sidecar, 4 * number)[0]:
@@ -121,18 +148,19 @@ def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen) 
     return found
 
 
-def parse_index(data: bytes) -> list[dict[str, Any]]:
+def parse_index(data: bytes, bounds: Bounds) -> list[dict[str, Any]]:
     """The lines of an index, each with `name`, `dtype`, `shape` and `slices`.
 
     Raises:
-        ValueError: a line is not what stoker writes; says which.
+        ValueError: a line is not what stoker writes, or says more than the files have; says which.
     """
     lines = []
     for number, text in enumerate(data.splitlines(), 1):
         try:
             line = json.loads(text)
-            str(line["name"]), nbytes_of(line), int(line["slices"]["count"])
-        except (ValueError, KeyError, TypeError) as e:
+            bounds.check(line)
+            bounds.check_columns(line)
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise ValueError(f"line {number}: {type(e).__name__}: {e}") from e
         lines.append(line)
     return lines
@@ -140,7 +168,7 @@ def parse_index(data: bytes) -> list[dict[str, Any]]:
 
 def slices_of(line: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
     """(file, first byte, bytes) of each slice of a line of the index."""
-    width, s = _SIZES.get(line["dtype"], 1), line["slices"]
+    width, s = WIDTHS[line["dtype"]], line["slices"]
     for file, at, *shape in zip(*map(_column, (s["file"], s["at"], *s["shape"])), strict=True):
         yield shard_name(file), at, prod(shape) * width
 
@@ -164,7 +192,7 @@ def _column(runs: Iterable[tuple[int, int, int]]) -> list[int]:
 
 def nbytes_of(line: dict[str, Any]) -> int:
     """Bytes of the logical tensor."""
-    return int(prod(line["shape"])) * _SIZES.get(line["dtype"], 1)
+    return int(prod(line["shape"])) * WIDTHS[line["dtype"]]
 
 
 def _gaps(lines: Iterable[dict[str, Any]], sizes: dict[str, int]) -> list[Damage]:
@@ -173,12 +201,22 @@ def _gaps(lines: Iterable[dict[str, Any]], sizes: dict[str, int]) -> list[Damage
     for line in lines:
         name, slices = line["name"], list(slices_of(line))
         total = sum(size for _, _, size in slices)
+        beyond = [s for s in expanded(line) if any(map(_is_beyond, s["start"], s["shape"], line["shape"]))]
         outside = [file for file, at, size in slices if at + size > sizes.get(file, 0)]
         if outside:
             found.append(Damage(INDEX, 0, 0, None, f"{name}: a slice lies beyond the end of {outside[0]}", (name,)))
+        elif beyond:
+            problem = (
+                f"{name}: a slice of {beyond[0]['shape']} from {beyond[0]['start']} on lies beyond {line['shape']}"
+            )
+            found.append(Damage(INDEX, 0, 0, None, problem, (name,)))
         elif total != nbytes_of(line):
             found.append(Damage(INDEX, 0, 0, None, f"{name}: slices have {total} bytes of {nbytes_of(line)}", (name,)))
     return found
+
+
+def _is_beyond(start: int, count: int, size: int) -> bool:
+    return start + count > size
 
 
 def _with_tensors(d: Damage, lines: Iterable[dict[str, Any]]) -> Damage:
@@ -188,42 +226,6 @@ def _with_tensors(d: Damage, lines: Iterable[dict[str, Any]]) -> Damage:
         if any(file == d.file and at < d.at + d.size and d.at < at + size for file, at, size in slices_of(line))
     ]
     return Damage(d.file, d.at, d.size, d.block, d.problem, tuple(hit))
-
-
-# That it was done, for whoever comes later.
-
-
-def mark_verified(directory: Path, manifest: Manifest, when: float) -> None:
-    """Note beside the manifest that all bytes are good as the files are now.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_json(directory / VERIFIED, {"time": when, "name": str(manifest.name), "files": _stamps(directory, manifest)})
-
-
-def verified_at(directory: Path, manifest: Manifest) -> float | None:
-    """When all bytes were checked; None if never, or if a file was written since."""
-    try:
-        with open(f"{directory}/{VERIFIED}", "rb") as f:
-            raw = json.loads(f.read())
-        if raw["files"] != _stamps(directory, manifest):
-            return None
-        return float(raw["time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _stamps(directory: Path, manifest: Manifest) -> dict[str, list[int]]:
-    """Size and time of each file, the manifest's own too; of those that lie elsewhere, the manifest says enough."""
-    stamps = {}
-    for name in [MANIFEST, *(f.name for f in manifest.files)]:
-        try:
-            s = os.stat(directory / name)
-        except FileNotFoundError:
-            continue
-        stamps[name] = [s.st_size, s.st_mtime_ns]
-    return stamps
 
 
 @dataclass(frozen=True)
@@ -244,27 +246,46 @@ class Verdict:
 def verify_directory(
     directory: Path, threads: int = THREADS, seen: Seen = lambda count: None, read: Read | None = None
 ) -> Verdict:
-    """Check all of a checkpoint, and note it beside the manifest if it is good; if it is not, an older note goes.
-    `read`: of bytes that are elsewhere."""
+    """Check all of a checkpoint, and note beside the manifest what was found. `read`: of bytes that are elsewhere."""
     began = time.monotonic()
     try:
         manifest = read_manifest(directory)
     except InvalidCheckpointError as e:
         problem = str(e).removeprefix(f"{directory}/{MANIFEST}: ").removeprefix(f"{directory}: ")
         return Verdict(directory, 0, 0.0, (Damage(MANIFEST, 0, 0, None, problem, ()),))
-    damage = tuple(all_damage(manifest, read or open_file(directory), seen, threads))
-    seconds, note = time.monotonic() - began, ""
-    if not damage:
-        try:
-            mark_verified(directory, manifest, time.time())
-        except OSError as e:
-            note = f"not noted beside it: {e.strerror}"
-    else:  # bytes that rot on their own leave the files' times as they were
-        try:
-            (directory / VERIFIED).unlink(missing_ok=True)
-        except OSError as e:
-            note = f"{VERIFIED} still says that it is good, and cannot be removed: {e.strerror}"
+    damage, note = _damage(directory, manifest, seen, threads, read), ""
+    seconds = time.monotonic() - began
+    try:
+        write_note(directory, manifest, VerdictNote(time.time(), str(damage[0]) if damage else None))
+    except OSError as e:
+        note = f"not noted in {VERIFIED} beside it: {e.strerror}"
     return Verdict(directory, sum(f.size for f in manifest.files), seconds, damage, note)
+
+
+def _damage(directory: Path, manifest: Manifest, seen: Seen, threads: int, read: Read | None) -> tuple[Damage, ...]:
+    damage = all_damage(manifest, read or open_file(directory), seen, threads)
+    if not damage and read is None:
+        try:
+            check_sizes(directory, manifest)  # a file that is longer has all its blocks
+        except InvalidCheckpointError as e:
+            name, _, problem = str(e).removeprefix(f"{directory}/").partition(": ")
+            return (Damage(name, 0, 0, None, problem, ()),)
+    return tuple(damage)
+
+
+def verify(directory: Path) -> Manifest:
+    """Read everything and check every block. (Bytes in an object store are not read: see `check_sizes`.)
+
+    Raises:
+        InvalidCheckpointError: names the first bad file and block.
+    """
+    manifest = read_manifest(directory)
+    if manifest.location is not None:
+        check_sizes(directory, manifest)
+        return manifest
+    for damage in _damage(directory, manifest, lambda count: None, THREADS, None):
+        raise InvalidCheckpointError(f"{directory}/{damage}")
+    return manifest
 
 
 def told(v: Verdict) -> list[str]:

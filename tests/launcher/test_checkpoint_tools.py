@@ -194,6 +194,57 @@ def test_verify_notes_what_is_good(run: RunDir, capsys: Any) -> None:
     assert as_json(capsys, "ls", run.path)[0]["checkpoints"][0]["state"] == "valid"
 
 
+def test_what_verify_found_bad_is_remembered_and_stands_for_nothing(run: RunDir, capsys: Any) -> None:
+    directory = run.checkpoint(CheckpointName(500, 2))
+    flip(directory / "shard-00000.safetensors", 2000)
+    assert stoker(capsys, "verify", directory)[0] == 1
+    problem = "verify found shard-00000.safetensors: block 0 (from byte 0) does not match its checksum"
+    newest = as_json(capsys, "ls", run.path)[0]["checkpoints"][0]
+    assert (newest["state"], newest["problem"], newest["kept_for"]) == ("damaged", problem, ["newest"])
+    code, out, _ = stoker(capsys, "show", directory)
+    assert (code, f"DAMAGED: {problem}" in out) == (1, True)
+    assert chosen.find_checkpoint(str(run.path)) == run.checkpoint(CheckpointName(450, 1))
+    # Two valid ones stay besides it, as checkpoint.keep=2 says.
+    stoker(capsys, "prune", run.path, "--keep-every", 0, "--keep-best", 0)
+    assert names(run) == ["500.2", "450.1", "300.1", "200.1", "150.1"]
+    flip(directory / "shard-00000.safetensors", 2000)  # as it was, by whoever had a copy
+    assert stoker(capsys, "verify", directory)[0] == 0
+    assert as_json(capsys, "ls", run.path)[0]["checkpoints"][0]["state"] == "verified"
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        {"count": 10**12, "file": [[0, 0, 10**12]], "at": [[0, 0, 10**12]]},
+        {"file": [[0, 0, 10**12]]},
+        {"file": [[0, 0, 1 - 10**12], [0, 0, 10**12]]},
+        {"at": [[-8, 0, 1]]},
+        {"start": [[[0, 0, 10**12]], [[0, 0, 1]]]},
+        {"shape": [[[10**15, 0, 1]], [[3, 0, 1]]]},
+        {"shape": [[[-10, 0, 1]], [[-3, 0, 1]]]},
+    ],
+)
+def test_an_index_that_says_more_than_its_files_have_is_told_at_once(
+    run: RunDir, slices: dict[str, Any], capsys: Any
+) -> None:
+    """Its checksums are right: made to do harm, or by a defect."""
+    directory = make_checkpoint(run, 600, 2, change={"slices": piece([10, 3], 1024) | slices})
+    for tool in (("show", "--json", "--tensors"), ("verify",)):
+        code, out, _ = stoker(capsys, tool[0], directory, *tool[1:])
+        assert code == 1
+        assert "index.jsonl: " in out
+        assert "line 1: " in out
+
+
+@pytest.mark.parametrize("change", [{"shape": [10**9, 10**9]}, {"shape": [-1]}, {"dtype": "F31"}, {"name": 3}])
+def test_a_tensor_larger_than_all_shards_or_none_at_all_is_told(
+    run: RunDir, change: dict[str, Any], capsys: Any
+) -> None:
+    directory = make_checkpoint(run, 600, 2, change=change)
+    code, out, _ = stoker(capsys, "show", directory)
+    assert (code, "index.jsonl: line 1: ValueError: " in out) == (1, True)
+
+
 def test_verify_takes_the_note_back_when_bytes_have_rotted(run: RunDir, capsys: Any) -> None:
     shard = run.checkpoint(CheckpointName(500, 2)) / "shard-00000.safetensors"
     assert stoker(capsys, "verify", run.path)[0] == 0
@@ -203,7 +254,7 @@ def test_verify_takes_the_note_back_when_bytes_have_rotted(run: RunDir, capsys: 
     assert as_json(capsys, "ls", run.path)[0]["checkpoints"][0]["state"] == "verified"
     assert stoker(capsys, "verify", run.path)[0] == 1
     newest = as_json(capsys, "ls", run.path)[0]["checkpoints"][0]
-    assert (newest["state"], newest["kept_for"]) == ("valid", ["newest", "every"])
+    assert (newest["state"], newest["kept_for"]) == ("damaged", ["newest"])
 
 
 def test_ls_of_checkpoints_whose_file_system_is_away(run: RunDir, capsys: Any) -> None:
@@ -266,10 +317,14 @@ def test_verify_sees_a_flip_in_every_small_file(run: RunDir, file: str, capsys: 
     [
         ({"shape": [11, 3]}, "model/early: slices have 120 bytes of 132"),
         ({"slices": piece([9, 3], 1024)}, "model/early: slices have 108 bytes of 120"),
-        ({"slices": piece([10, 3], 6_000_000)}, "model/early: a slice lies beyond the end of shard-00000"),
-        ({"slices": piece([10, 3], 0) | {"file": [[7, 0, 1]]}}, "lies beyond the end of shard-00007"),
-        ({"slices": {"count": 1}}, "index.jsonl: is none of an index (KeyError: 'file')"),
-        ({"slices": [1]}, "index.jsonl: is none of an index (ValueError: line 1: TypeError"),
+        ({"slices": piece([10, 3], SIZE - 60)}, "model/early: a slice lies beyond the end of shard-00000"),
+        ({"slices": piece([10, 3], 0) | {"file": [[7, 0, 1]]}}, "model/early: a slice at 7, expected 0 to 0"),
+        ({"slices": {"count": 1}}, "index.jsonl: is none of an index (line 1: KeyError: 'start')"),
+        ({"slices": [1]}, "index.jsonl: is none of an index (line 1: TypeError"),
+        (
+            {"slices": piece([10, 3], 1024) | {"start": [[[1, 0, 1]], [[0, 0, 1]]]}},
+            "model/early: a slice of [10, 3] from [1, 0] on lies beyond [10, 3]",
+        ),
     ],
 )
 def test_verify_sees_an_index_that_does_not_add_up(run: RunDir, change: dict[str, Any], said: str, capsys: Any) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from stoker.launcher import cli, code
 from stoker.launcher.local import Loop, start_detached
-from stoker.launcher.process import ProcessId, loop_process, start_ticks
+from stoker.launcher.process import ProcessId, loop_process
 from stoker.launcher.run import bootstrap
 from stoker.launcher.run.layout import RunDir
+from stoker.launcher.run.process_start import start_ticks
 from stoker.launcher.run.submissions import Submission, new_submission, submissions
 from stoker.launcher.state import State, look
 

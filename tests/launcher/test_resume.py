@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from stoker.launcher import cli, resume
 from stoker.launcher.errors import UserError
-from stoker.launcher.process import ProcessId, start_ticks
+from stoker.launcher.process import ProcessId
 from stoker.launcher.run import badnodes
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.effective import effective_config, effective_script
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.outcome import Cause, Next, Outcome
+from stoker.launcher.run.process_start import start_ticks
 from stoker.launcher.run.submissions import new_submission, next_number, own_submission, submissions
 
 SCONTROL = (

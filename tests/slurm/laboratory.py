@@ -21,7 +21,7 @@ from stoker.launcher.rehearsal.lab import PAUSE, STEPS
 from stoker.launcher.rehearsal.spec import ClusterSpec
 from stoker.launcher.rehearsal.trial import Trial, wait_for
 from stoker.launcher.run.layout import CheckpointName
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 
 # The run that `stoker rehearse` breaks, on two nodes' worth of samples per step.
 BASE = [*SMALL_RUN, "train.global_batch=8"]

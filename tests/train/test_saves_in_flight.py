@@ -23,7 +23,7 @@ from stoker.conf.load import to_plain
 from stoker.conf.schema import Config
 from stoker.launcher.run.heartbeat import Control, Save, Segment
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.grid import Membership, form, single
 from stoker.train.loop import Trainer
 from stoker.train.pulse import Pulse

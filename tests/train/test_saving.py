@@ -13,7 +13,8 @@ import pytest
 from harness import events, make_context, metrics, tiny_config
 from stoker.launcher.run.heartbeat import Control, Save, Segment
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import read_manifest, verify
+from stoker.launcher.run.manifest import read_manifest
+from stoker.launcher.run.verification import verify
 from stoker.train import saving as saving_module
 from stoker.train.grid import Membership, form, single
 from stoker.train.loop import Ended, Trainer

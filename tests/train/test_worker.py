@@ -21,7 +21,7 @@ from stoker.launcher.run import views
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.heartbeat import Control, Phase, Save, Segment
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.launcher.run.wire import Channel, Closed
 
 STEPS = 12

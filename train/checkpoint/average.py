@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...launcher.run.chosen import NOTATION, find_checkpoint, is_checkpoint, run_at
-from ...launcher.run.manifest import newest_valid
+from ...launcher.run.verdict_note import newest_valid
 from .bar import Bar
 from .reading import Checkpoint, open_checkpoint
 from .weights import MODEL, Origin, Weight, write_weights

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...launcher.run.index_bounds import Bounds
 from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest
 from ..box import Box
 from ..state.entry import TORCH_DTYPES, Entry
@@ -55,7 +56,8 @@ class Checkpoint:
         """Use `open_checkpoint`."""
         self.directory, self.manifest, self._source = directory, manifest, source
         self._reader = VerifiedReader(source, manifest)
-        self._index = Index(self._reader.small(INDEX), self._reader.small(OFFSETS), source.where(INDEX))
+        index, offsets = self._reader.small(INDEX), self._reader.small(OFFSETS)
+        self._index = Index(index, offsets, source.where(INDEX), Bounds.of(manifest))
         self.tensors: dict[str, Logical] = {}  # by name, sorted
         for line in self._index.lines():
             if line.dtype not in TORCH_DTYPES:

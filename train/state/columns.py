@@ -35,11 +35,11 @@ def from_runs(runs: Sequence[Sequence[int]], size: int) -> Column:
     """The column of `size` values.
 
     Raises:
-        ValueError, TypeError: these runs are none, or have another number of values.
+        ValueError, TypeError, OverflowError: these runs are none, or have another number of values.
     """
     if len(runs) == 1:  # most are
         [[begin, by, count]] = runs
-        if count == size:
+        if count == size and type(begin) is type(by) is int:
             return np.arange(size, dtype=np.int64) * by + begin
     return from_columns(np.array(runs, np.int64), size)
 
@@ -47,7 +47,7 @@ def from_runs(runs: Sequence[Sequence[int]], size: int) -> Column:
 def from_columns(runs: Column, size: int) -> Column:
     """The same of runs that are numbers already, in any shape. Raises ValueError."""
     first, step, counts = runs.reshape(-1, 3).T
-    if (counts < 1).any() or counts.sum() != size:
+    if (counts < 1).any() or (counts > size).any() or counts.sum() != size:  # that sum does not overflow
         raise ValueError(f"runs of other than {size} values")
     place = np.arange(size, dtype=np.int64) - np.repeat(counts.cumsum() - counts, counts)  # within its run
     return np.repeat(first, counts) + np.repeat(step, counts) * place

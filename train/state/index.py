@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ...launcher.run.files import to_json
+from ...launcher.run.index_bounds import Bounds
 from ...launcher.run.manifest import INDEX, OFFSETS, FileEntry, InvalidCheckpointError, describe, shard_name
 from ..box import Box
 from ..storage.base import Target
@@ -148,10 +149,15 @@ def _name_of(line: str) -> str:
 class Index:
     """An index in memory. The bytes have been checked against the manifest; `where` is for messages."""
 
-    def __init__(self, index: bytes | bytearray, offsets: bytes | bytearray, where: str) -> None:
-        self._data, self._where = index, where
+    def __init__(self, index: bytes | bytearray, offsets: bytes | bytearray, where: str, bounds: Bounds) -> None:
+        """Raises InvalidCheckpointError: these are not the offsets of its lines."""
+        self._data, self._where, self._bounds = index, where, bounds
         self._regions: dict[str, Regions] = {}  # by text: layers are divided alike
         self._offsets = struct.unpack(f"<{len(offsets) // 8}Q", offsets[: len(offsets) // 8 * 8])
+        begins = np.frombuffer(offsets, "<u8", len(self._offsets))
+        ends = np.flatnonzero(np.frombuffer(index, np.uint8) == ord("\n"))
+        if len(begins) != len(ends) or (begins[:1] != 0).any() or (begins[1:] != ends[:-1] + 1).any():
+            raise InvalidCheckpointError(f"{where}: {OFFSETS} does not say where its lines begin")
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -160,7 +166,7 @@ class Index:
         """The name in line `number`; the rest of the line is not parsed."""
         try:
             return _name_of(self._line(number))
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise InvalidCheckpointError(f"{self._where}: line {number + 1}: {e}") from e
 
     @cached_property
@@ -193,16 +199,21 @@ class Index:
             if not is_ours or not is_so:
                 raise ValueError("not as it is written here")
             raw = json.loads(f"{text}}}}}")
+            self._bounds.check(raw)
             slices, shape = raw["slices"], tuple(raw["shape"])
             count = slices["count"]
             files, at = from_runs(slices["file"], count), from_columns(_numbers_of(places), count)
+            if count and (files.min() < 0 or files.max() >= self._bounds.shards or at.min() < 0):
+                raise ValueError("a slice in no shard")
             regions = self._regions.get(divided)
             if regions is None:
                 regions = self._regions[divided] = _regions_of(divided, len(shape), count)
             if regions.starts.shape != (len(shape), count):
                 raise ValueError(f"regions of other than {count} slices of {len(shape)} dims")
+            if any(end > size for end, size in zip(regions.ends, shape, strict=True)):
+                raise ValueError(f"a slice lies beyond shape {list(shape)}")
             return Line(number, raw["name"], raw["dtype"], shape, files, at, regions)
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             raise InvalidCheckpointError(f"{self._where}: line {number + 1}: {e}") from e
 
 

@@ -32,6 +32,7 @@ from ...launcher.run.manifest import (
     sidecar_name,
 )
 from ...launcher.run.retention import Retention, looked
+from ...launcher.run.verdict_note import is_known_bad
 from ..storage.base import Shelf, Sink, Target
 from ..storage.choice import target_of
 from .checksum import crc32
@@ -269,7 +270,8 @@ class Runner:
         return []
 
     def _look(self, name: CheckpointName) -> Manifest | None:
-        return looked(lambda: self._shelf.manifest(name))
+        manifest = looked(lambda: self._shelf.manifest(name))
+        return None if manifest is not None and is_known_bad(self._run.checkpoint(name), manifest) else manifest
 
 
 class _Shard:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...launcher.run.manifest import BLOCK, BlockChecker, FileEntry, InvalidCheckpointError, Manifest
+from ...launcher.run.manifest import BLOCK, LARGEST_SMALL, BlockChecker, FileEntry, InvalidCheckpointError, Manifest
 from .checksum import crc32
 from .source import ByteSource
 
@@ -69,6 +69,8 @@ class VerifiedReader:
             InvalidCheckpointError: it is not what was written.
         """
         entry = self._entry(file)
+        if entry.size > LARGEST_SMALL:
+            raise InvalidCheckpointError(f"{self._source.where(file)}: {entry.size} bytes, too many to read at once")
         data = bytearray(entry.size)
         self._source.read(file, 0, memoryview(data))
         if crc32(data) != entry.crc32:

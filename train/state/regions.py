@@ -7,6 +7,7 @@ alike too. Does not own: where the slices lie (index.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -23,6 +24,15 @@ class Regions:
     starts: Column  # [dims, slices]
     shapes: Column  # [dims, slices]
     _answers: dict[Box, Meeting] = field(default_factory=dict)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Of each dim, the element behind the last one of any slice. Raises ValueError: a slice is none."""
+        ends = self.starts + self.shapes
+        if (self.starts < 0).any() or (self.shapes < 0).any() or (ends < self.starts).any():
+            raise ValueError("a slice of negative size or place")
+        largest: list[int] = ends.max(axis=1, initial=0).tolist()
+        return largest
 
     def meeting(self, box: Box) -> Meeting:
         """Numbers of the slices that have elements of `box`; of each, its region and what the two have in common."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ...launcher.run.index_bounds import Bounds
 from ...launcher.run.layout import CheckpointName
 from ...launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, Manifest, read_manifest
 from ...launcher.run.outcome import Cause
@@ -138,7 +139,9 @@ class _Load:
     def open(self) -> Status:
         self.manifest = read_manifest(self._directory)
         self.reader = VerifiedReader(self._source, self.manifest)
-        self.index = Index(self.reader.small(INDEX), self.reader.small(OFFSETS), self._source.where(INDEX))
+        self.index = Index(
+            self.reader.small(INDEX), self.reader.small(OFFSETS), self._source.where(INDEX), Bounds.of(self.manifest)
+        )
         self.match = match(self.index, self._entries)
         return {"differences": self.match.differences[:SHOWN]}
 

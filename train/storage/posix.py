@@ -19,12 +19,14 @@ from typing import Any
 
 from ...launcher.run.files import GOING, fsync_dir, give_up, naming
 from ...launcher.run.layout import CheckpointName
-from ...launcher.run.manifest import InvalidCheckpointError, Manifest, check_sizes, read_manifest, verify
+from ...launcher.run.manifest import InvalidCheckpointError, Manifest, check_sizes, read_manifest
+from ...launcher.run.verification import verify
 from ..state.source import ByteSource, FileSource
 from . import lustre
 from .base import LastCheck, nothing
 from .direct import NewFile
 from .filesystem import FileSystem, check_room, file_system, patiently
+from .new_directory import sweep_unfinished
 
 _UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-(g\d{4,}-[0-9a-f]+)")
 
@@ -179,7 +181,8 @@ class PosixShelf:
 
     def sweep(self, attempt: int, token: str | None = None) -> None:
         """What is swept is renamed before it is deleted: a writer of such an attempt that was frozen just before its
-        rename could otherwise publish a directory that is half deleted."""
+        rename could otherwise publish a directory that is half deleted. What killed tools left goes too."""
+        sweep_unfinished(self.folder)
         with contextlib.suppress(OSError):
             for path in list(self.folder.iterdir()):
                 unfinished = _UNFINISHED.fullmatch(path.name)

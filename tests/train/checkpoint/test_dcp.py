@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from stoker.conf.schema import ModelConfig
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.checkpoint import dcp as ours
 from stoker.train.checkpoint.__main__ import main
 from stoker.train.checkpoint.dcp_metadata import read

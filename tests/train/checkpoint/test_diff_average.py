@@ -13,7 +13,7 @@ import pytest
 import torch
 from state_ranks import Crew, Job
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.checkpoint import __main__ as tools
 from stoker.train.checkpoint import average as average_module
 from stoker.train.checkpoint import diff as diff_module

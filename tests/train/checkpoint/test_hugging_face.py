@@ -19,7 +19,7 @@ from stoker.conf.compose import compose
 from stoker.conf.load import to_plain
 from stoker.conf.schema import Balance, ModelConfig, ParamDtype
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.checkpoint.__main__ import main
 from stoker.train.data.tokenize import TokenizeOptions, tokenize
 from stoker.train.hf.exporting import Options, export_hf

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from stoker.launcher.run.manifest import BLOCK, InvalidCheckpointError, read_manifest, verify
+from stoker.launcher.run.manifest import BLOCK, InvalidCheckpointError, read_manifest
+from stoker.launcher.run.verification import verify
 from stoker.train.checkpoint import weights as module
 from stoker.train.checkpoint.reading import open_checkpoint
 from stoker.train.checkpoint.weights import Origin, Weight, write_weights

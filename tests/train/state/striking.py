@@ -9,7 +9,7 @@ import torch
 from state_ranks import Job, digests, make_job, shared
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.state.entry import Entry
 from syscalls import is_possible
 

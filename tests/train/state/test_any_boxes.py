@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from stoker.launcher.run import manifest as m
+from stoker.launcher.run.index_bounds import Bounds
 from stoker.launcher.run.manifest import shard_name, sidecar_name
 from stoker.train.box import Box
 from stoker.train.state import loader, reader
@@ -54,7 +55,8 @@ def write(directory: Path, wholes: dict[str, torch.Tensor], slices: list[list[tu
         head, placed = layout(
             [Slice(n, wholes[n][b.slices_in(Box.whole(wholes[n].shape))], wholes[n].shape, b) for n, b in own]
         )
-        shard = head + b"".join(bytes(p.slice.tensor.flatten().view(torch.uint8).tolist()) for p in placed if p.size)
+        tensors = [p.slice.tensor.clone(memory_format=torch.contiguous_format) for p in placed if p.size]
+        shard = head + b"".join(bytes(t.flatten().view(torch.uint8).tolist()) for t in tensors)
         content |= {shard_name(rank): shard, sidecar_name(rank): m.block_checksums(shard)}
         parts.append(part(shard_name(rank), placed))
     content[m.INDEX], content[m.OFFSETS] = merged(parts)
@@ -91,7 +93,7 @@ def check_any_boxes(data: st.DataObject) -> None:
         source = FileSource(Path(temporary))
         source.piece = BLOCK * data.draw(st.sampled_from([1, 2, 5]))
         read = VerifiedReader(source, write(Path(temporary), wholes, slices))
-        index = Index(read.small(m.INDEX), read.small(m.OFFSETS), "index")
+        index = Index(read.small(m.INDEX), read.small(m.OFFSETS), "index", Bounds(64, 2**40))
         for _ in range(2):
             entries = [
                 Entry(name, empty(box, tensor.dtype, data.draw(st.sampled_from(PLACES))), tuple(tensor.shape), box)

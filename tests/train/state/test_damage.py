@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from state_ranks import Crew, Job, blank, digests, make_entries, make_job
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import INDEX, MANIFEST, OFFSETS, read_manifest, verify
+from stoker.launcher.run.manifest import INDEX, MANIFEST, OFFSETS, read_manifest
+from stoker.launcher.run.verification import verify
 from stoker.train.state.checkpointer import SaveFailedError
 from stoker.train.state.restorer import NoValidCheckpointError
 

@@ -19,7 +19,7 @@ import pytest
 from state_ranks import Crew, Job, Rank
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.state.checkpointer import SaveFailedError
 from striking import (
     ERRORS,

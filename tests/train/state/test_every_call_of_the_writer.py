@@ -21,7 +21,7 @@ from state_ranks import Crew, Job, Rank, digests, is_frozen, make_job, until
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.launcher.run.wire import Channel
 from stoker.train.state.persist import FAILED, PART, PUBLISHED, Answer, Persister
 from stoker.train.state.persist_local import LocalPersister

@@ -15,7 +15,7 @@ from state_ranks import blank, digests, make_entries, make_job
 from stoker.launcher.run import failpoints
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.state.persist import Persister, Wave
 from stoker.train.state.persist_local import LocalPersister
 from stoker.train.storage.posix import PosixShelf

@@ -22,7 +22,7 @@ from stoker.conf.schema import Config
 from stoker.launcher import procfs
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.launcher.run.wire import Channel, Closed
 from stoker.launcher.stacks_node import targets
 from stoker.train.state.persist_local import LocalPersister

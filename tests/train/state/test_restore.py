@@ -13,7 +13,8 @@ import torch
 from state_ranks import Crew, Job, blank, digests, make_entries, make_job
 from stoker.launcher.run.attempts import claim
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, describe, read_manifest, verify
+from stoker.launcher.run.manifest import INDEX, OFFSETS, InvalidCheckpointError, describe, read_manifest
+from stoker.launcher.run.verification import verify
 from stoker.train.box import Box
 from stoker.train.state.entry import Entry
 from stoker.train.state.reader import VerifiedReader
@@ -149,9 +150,10 @@ def _slices(**columns: Any) -> dict[str, Any]:
     ("change", "said"),
     [
         (_slices(count=0, file=[], at=[], start=[[]], shape=[[]]), "0 elements"),
-        (_slices(file=[[7, 0, 1]]), "shard-00007.safetensors: the manifest does not name it"),
+        (_slices(file=[[7, 0, 1]]), "line 1: a slice in no shard"),
         (_slices(at=[[10**6, 0, 1]]), "reaches beyond"),
-        (_slices(at=[[-8, 0, 1]]), "two slices at byte -8"),
+        (_slices(at=[[-8, 0, 1]]), "line 1: a slice in no shard"),
+        (_slices(count=10**12, file=[[0, 0, 10**12]], at=[[0, 0, 10**12]]), "line 1: w: 1000000000000 slices in 1"),
         (_slices(count=2, file=[[0, 0, 2]], at=[[0, 0, 2]], start=[[[0, 2, 2]]], shape=[[[2, 0, 2]]]), "two slices"),
         (_slices(at=[[0, 0, 2]]), "line 1: runs of other than 1 values"),
         (_slices(start=[]), "line 1"),

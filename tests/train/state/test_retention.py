@@ -8,6 +8,7 @@ import os
 import pytest
 from state_ranks import make_entries, make_job
 from stoker.launcher.run.layout import CheckpointName, RunDir
+from stoker.launcher.run.verification import verify_directory
 
 
 def steps(run: RunDir) -> list[int]:
@@ -97,3 +98,17 @@ def test_nothing_goes_while_storage_does_not_say_what_is_good(run: RunDir, monke
     monkeypatch.undo()
     checkpointer.save(25, make_entries(0), {})
     assert steps(run) == [25, 20, 10]
+
+
+def test_one_that_verify_found_bad_does_not_count(run: RunDir) -> None:
+    checkpointer = make_job(run, 1).checkpointer(keep=2)
+    for step in (10, 20):
+        checkpointer.save(step, make_entries(0), {})
+    directory = run.checkpoint(CheckpointName(20, 1))
+    with open(directory / "shard-00000.safetensors", "r+b") as f:
+        f.write(b"\0" * 8)
+    assert not verify_directory(directory).is_good
+    checkpointer.save(30, make_entries(0), {})
+    assert steps(run) == [30, 20, 10]
+    checkpointer.save(40, make_entries(0), {})
+    assert steps(run) == [40, 30]

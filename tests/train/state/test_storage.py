@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from state_ranks import Crew, Job, Result, make_entries, make_job
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.state import persist_job
 from stoker.train.state.checkpointer import SaveFailedError
 from stoker.train.state.segment import Memory

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from persist_parts import RankData, answer, request
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.state.persist import Answer
 from stoker.train.state.persist_local import LocalPersister
 from stoker.train.storage.direct import NewFile

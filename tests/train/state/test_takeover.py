@@ -9,7 +9,7 @@ import pytest
 from state_ranks import Crew, Job, digests, make_entries, make_job
 from stoker.launcher.run.attempts import SupersededError, claim
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 
 
 def save(job: Job, step: int, seed: int) -> str:

@@ -12,7 +12,7 @@ import stoker.train.storage.posix as posix_module
 from checkpoint_bytes import SHARD, begin, save
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run.layout import RunDir
-from stoker.launcher.run.manifest import verify
+from stoker.launcher.run.verification import verify
 from stoker.train.storage import lustre
 from stoker.train.storage.base import Shelf
 from stoker.train.storage.choice import shelf_of

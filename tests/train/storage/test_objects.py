@@ -12,7 +12,9 @@ import stoker.train.storage.objects as objects_module
 from checkpoint_bytes import SHARD, SIDECAR, begin, fill, put, save
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import MANIFEST, InvalidCheckpointError, newest_valid, read_manifest, verify
+from stoker.launcher.run.manifest import MANIFEST, InvalidCheckpointError, read_manifest
+from stoker.launcher.run.verdict_note import newest_valid
+from stoker.launcher.run.verification import verify
 from stoker.train.state.reader import Range, VerifiedReader
 from stoker.train.storage.base import Shelf
 from stoker.train.storage.bucket import Bucket
