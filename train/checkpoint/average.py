@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ...launcher.run.chosen import NOTATION, find_checkpoint, is_checkpoint, run_at
 from ...launcher.run.verdict_note import newest_valid
+from ..hf.exporting import LENGTH, copy_companions, trained_length
+from ..storage.new_directory import new_directory
 from .bar import Bar
 from .reading import Checkpoint, open_checkpoint
 from .weights import MODEL, Origin, Weight, write_weights
@@ -83,7 +85,7 @@ def choose(texts: Sequence[str], last: int | None) -> list[Path]:
 
 
 def average(opened: Sequence[Checkpoint], out: Path, progress: Progress = lambda count: None) -> None:
-    """Write the mean to the new directory `out`.
+    """Write the mean to the new directory `out`, with the tokenizer that an export needs.
 
     Raises:
         ValueError: they are not of one model (names the first differences), or `out` exists.
@@ -104,9 +106,14 @@ def average(opened: Sequence[Checkpoint], out: Path, progress: Progress = lambda
         Weight(name, (t := opened[0].tensors[name]).dtype, t.shape, partial(_mean, opened, name, progress))
         for name in names
     ]
-    newest = max(opened, key=lambda c: c.manifest.name)
+    newest, *rest = sorted(opened, key=lambda c: c.manifest.name, reverse=True)
     state: dict[str, Any] = {"averaged": [f"{c.manifest.run}/{c.manifest.name}" for c in opened]}
-    write_weights(out, weights, newest.model, Origin(newest.manifest.run, newest.manifest.step, state))
+    lengths = [trained_length(c.directory, c.manifest.state) for c in (newest, *rest)]
+    length = next((n for n in lengths if n is not None), None)
+    state |= {} if length is None else {LENGTH: length}
+    with new_directory(out) as unfinished:
+        write_weights(unfinished, weights, newest.model, Origin(newest.manifest.run, newest.manifest.step, state))
+        any(copy_companions(c.directory, unfinished) for c in (newest, *rest))  # of the first that has a tokenizer
 
 
 def unlike(a: Checkpoint, b: Checkpoint) -> Iterator[str]:

@@ -6,7 +6,7 @@ not own: names and geometry (maps.py), files of tensors (write.py), tokenizer fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from .maps import Layout, Piece, layout
 from .tokenizer import GENERATION, IDS, Tokenizer, copy_files, write_generation
 from .write import write_tensors
 
+LENGTH = "seq_len"  # in a manifest's state
 _TEXT = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -79,14 +80,15 @@ def export_hf(
         family, config, like = _config(model, options, checkpoint, run)
         planned = _planned(weights, layout(table, family.rules), options.dtype)
         dtype = _TEXT[planned[0].dtype]
-        tokenizer = _tokenizer(options, run, like)
+        tokenizer = _tokenizer(options, checkpoint, run, like)
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype  # newer and older name of the same field
         if tokenizer is not None:
             tokenizer.check(model.vocab_size)
         if like is None:
             config |= dict.fromkeys(IDS) if tokenizer is None else tokenizer.ids()
         if model.positions is Positions.rope:
-            config.setdefault("max_position_embeddings", _positions(model, run))
+            length = trained_length(checkpoint, weights.checkpoint.manifest.state)
+            config.setdefault("max_position_embeddings", _positions(model, length))
         total = sum(t.nbytes for t in planned)
         with new_directory(out) as unfinished:
             unfinished.mkdir()
@@ -99,6 +101,25 @@ def export_hf(
         weights.close()
     source = None if tokenizer is None else str(tokenizer.path)
     return Exported(family.name, table.numel, dtype, weights.has_masters, tuple(files), source)
+
+
+def trained_length(checkpoint: Path, state: Mapping[str, Any]) -> int | None:
+    """Tokens of a sequence that the weights were trained on (data.seq_len), as far as that is known. `state`: the
+    manifest's, in which tools that take weights out of their run keep it."""
+    run, kept = _run_of(checkpoint), state.get(LENGTH)
+    return run.data.seq_len if run is not None else kept if isinstance(kept, int) else None
+
+
+def copy_companions(checkpoint: Path, directory: Path) -> bool:
+    """Into a new checkpoint, for `export_hf`: the tokenizer, and what a Hugging Face model says of itself, from beside
+    `checkpoint` or from where its run has them. Whether there was a tokenizer. Raises ValueError, OSError: they are
+    damaged, or storage refused."""
+    run = _run_of(checkpoint)
+    like = next((place for place in _places(checkpoint, run) if _described(place) is not None), None)
+    if like is not None:
+        copy_files(like, directory, (CONFIG, GENERATION))
+    tokenizer = _tokenizer(Options(), checkpoint, run, like)
+    return bool(copy_files(checkpoint, directory)) or (tokenizer is not None and bool(tokenizer.write(directory)))
 
 
 def _check(weights: CheckpointWeights, table: ParamTable, where: Path) -> None:
@@ -145,15 +166,20 @@ def _config(
     """Family, config.json, and the directory that it is like."""
     if options.like is not None:
         return *write_config(model, read_config(options.like)), options.like
-    origin = None if run is None or run.model.init_from is None else Path(run.model.init_from.removeprefix(HF))
-    for place in (checkpoint, origin):
-        like = None if place is None else _described(place)
+    for place in _places(checkpoint, run):
+        like = _described(place)
         if like is not None:
             try:
                 return *write_config(model, like), place
             except ValueError:  # it has become another model since
                 continue
     return *write_config(model), None
+
+
+def _places(checkpoint: Path, run: Config | None) -> list[Path]:
+    """Where a Hugging Face model may have left a description: beside the weights, or where the run began."""
+    origin = None if run is None else run.model.init_from
+    return [checkpoint] if origin is None else [checkpoint, Path(origin.removeprefix(HF))]
 
 
 def _described(directory: Path) -> Described | None:
@@ -163,8 +189,9 @@ def _described(directory: Path) -> Described | None:
         return None
 
 
-def _tokenizer(options: Options, run: Config | None, like: Path | None) -> Tokenizer | None:
-    """The one that is named, that of the run's settings or data, or that beside the weights it began with."""
+def _tokenizer(options: Options, checkpoint: Path, run: Config | None, like: Path | None) -> Tokenizer | None:
+    """The one that is named, that of the run's settings or data, that beside the weights it began with, or beside the
+    checkpoint."""
     if options.tokenizer is not None:
         if not options.tokenizer.exists():
             raise ValueError(f"--tokenizer {options.tokenizer}: no such file or directory")
@@ -175,11 +202,12 @@ def _tokenizer(options: Options, run: Config | None, like: Path | None) -> Token
     for path in [*named, *(Path(f"{prefix}.tokenizer.json") for prefix in prefixes)]:
         if path.is_file():
             return Tokenizer(path, eod)
-    return None if like is None or Tokenizer(like).file is None else Tokenizer(like)
+    beside = [Tokenizer(place) for place in (like, checkpoint) if place is not None]
+    return next((t for t in beside if t.file is not None), None)
 
 
-def _positions(model: ModelConfig, run: Config | None) -> int:
-    """The longest sequences that it is made for, as far as it is known."""
-    trained = 2048 if run is None else run.data.seq_len
+def _positions(model: ModelConfig, length: int | None) -> int:
+    """The longest sequences that it is made for, as far as it is known. length: of `trained_length`."""
+    trained = length or 2048
     has_length = model.rope_scaling in (RopeScaling.llama3, RopeScaling.yarn)
     return max(trained, int(model.rope_factor * model.rope_original_length) if has_length else 0)

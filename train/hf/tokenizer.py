@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...launcher.run.files import write_json
+from ...launcher.run.files import read_json, write_json
 from ..data.vocabulary import eod_id, load_tokenizer, vocab_size
 
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -59,10 +59,18 @@ class Tokenizer:
         end = self.eod
         if end is None and self.file is not None:
             try:
-                end = eod_id(load_tokenizer(self.file), None)
+                end = eod_id(load_tokenizer(self.file), self._named_end())
             except ValueError:  # whatever ends its documents has none of the usual names
                 end = None
         return {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+
+    def _named_end(self) -> str | None:
+        """What the settings beside it say."""
+        try:
+            found = read_json(self.path / SETTINGS).get("eos_token") if self.path.is_dir() else None
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, str) else None
 
     def write(self, directory: Path) -> list[str]:
         """Copy or make the files; their names."""

@@ -235,6 +235,9 @@ class Runner:
         self._point("published")
         self._check_fence()
         events = self._new_notes(n for w in written for n in w.get("notes", []))
+        # Before the answer, which ends the save: the next one, the end of the run, and whoever lists the folder then
+        # find it as it will stay. Who is killed meanwhile loses nothing: this one is durable, and what goes need not
+        # stay because of that. Where somebody waits, `keep` is None.
         events += self._prune(request["keep"], manifest.name)
         self._part = self._target = None
         self._answer(Answer(part.job, PUBLISHED, {"events": events, "time": published}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -84,6 +85,24 @@ def test_a_trained_run_is_loaded_by_transformers_with_its_tokenizer(
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+def test_the_average_of_a_run_s_checkpoints_is_exported_as_they_are(
+    trained: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It lies outside the run, and has with it what an export takes from there."""
+    run, _ = trained
+    (name,) = RunDir(run).all_checkpoints()
+    shutil.copytree(RunDir(run).checkpoint(name), tmp_path / "same")
+    run_tool(capsys, "average", run, tmp_path / "same", "--out", tmp_path / "mean")
+    run_tool(capsys, "average", tmp_path / "mean", tmp_path / "same", "--out", tmp_path / "again")
+    run_tool(capsys, "export", run, "--hf", tmp_path / "hf")
+    for source in ("mean", "again"):
+        verify(tmp_path / source)
+        made = run_tool(capsys, "export", tmp_path / source, "--hf", tmp_path / f"{source}-hf")
+        assert made["tokenizer"] == str(tmp_path / source)
+        for file in (tmp_path / "hf").iterdir():
+            assert (tmp_path / f"{source}-hf" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_without_a_dtype_it_is_what_the_run_computed_with(trained: tuple[Path, Any], tmp_path: Path) -> None:
