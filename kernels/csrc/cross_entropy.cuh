@@ -82,8 +82,8 @@ struct Online {
     // Over the block, in every thread.
     template <int kThreads>
     __device__ __forceinline__ void join() {
-        const A top = block_max<kThreads>(maximum);
-        sum = block_sum<kThreads>(maximum == top ? sum : sum * exponential(maximum - top));
+        const A top = over_block<Largest, kThreads>(maximum);
+        sum = over_block<Sum, kThreads>(maximum == top ? sum : sum * exponential(maximum - top));
         maximum = top;
     }
 };

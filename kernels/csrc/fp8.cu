@@ -16,7 +16,6 @@ namespace stoker {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kPiece = 16;  // elements of a thread at once: 16 bytes of float8
 constexpr int kTile = 64;   // rows and columns of a block that transposes
 constexpr int kTileRow = kTile + 4;
@@ -25,21 +24,6 @@ __device__ __forceinline__ unsigned magnitude(float value) {
     unsigned bits;
     memcpy(&bits, &value, sizeof(bits));
     return bits & 0x7fffffffu;
-}
-
-// In every thread.
-__device__ __forceinline__ unsigned block_highest(unsigned value) {
-    __shared__ unsigned of_warp[kWarps];
-    value = __reduce_max_sync(kFullWarp, value);
-    if (threadIdx.x % kWarpSize == 0) {
-        of_warp[threadIdx.x / kWarpSize] = value;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-        value = max(value, of_warp[w]);
-    }
-    return value;
 }
 
 // Elements in whole pieces by all threads, the rest one by one; not aligned: all one by one.
@@ -59,7 +43,7 @@ __global__ void amax_of_blocks(const T* __restrict__ x, unsigned* __restrict__ h
     for (int64_t i = pieces * kPiece + me; i < elements; i += stride) {
         most = max(most, magnitude(widen<float>(x[i])));
     }
-    most = block_highest(most);
+    most = over_block<Largest, kThreads>(most);
     if (threadIdx.x == 0) {
         highest[blockIdx.x] = most;
     }
@@ -76,7 +60,7 @@ __device__ __forceinline__ float scale_of(const unsigned* highest, int blocks, d
     for (int b = threadIdx.x; b < blocks; b += kThreads) {
         most = max(most, highest[b]);
     }
-    most = block_highest(most);
+    most = over_block<Largest, kThreads>(most);
     if (threadIdx.x == 0) {
         float amax;
         memcpy(&amax, &most, sizeof(amax));

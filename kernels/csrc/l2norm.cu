@@ -41,7 +41,7 @@ struct SumOfSquares {
                     run = 0;
                 }
             });
-        sum = block_sum<kListThreads>(sum + run);
+        sum = over_block<Sum, kListThreads>(sum + run);
         if (threadIdx.x == 0) {
             partial[blockIdx.x] = sum;
         }
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kFinalThreads) sum_partials(const double* __re
     for (int64_t i = threadIdx.x; i < count; i += kFinalThreads) {
         sum += partial[i];
     }
-    sum = block_sum<kFinalThreads>(sum);
+    sum = over_block<Sum, kFinalThreads>(sum);
     if (threadIdx.x == 0) {
         *out = static_cast<float>(squared ? sum : sqrt(sum));
     }

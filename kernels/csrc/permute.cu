@@ -255,7 +255,7 @@ __global__ void unpermute_backward(const T* __restrict__ grad_y, const T* __rest
                 take(load<T, N>(grad + int64_t{p} * N), p);
             }
         }
-        dot = warp_sum(dot);
+        dot = over_warp<Sum>(dot);
         if (lane == 0) {
             dots[warp * k + j] = dot;
         }

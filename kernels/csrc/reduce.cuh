@@ -1,35 +1,46 @@
-// Sums over the threads of a block and over the rows of a matrix, always in the same order.
+// Sums and largest values over the threads of a warp or block, and sums over the rows of a matrix; always in one order.
 #pragma once
+
+#include <type_traits>
 
 #include "device.cuh"
 #include "numbers.cuh"
 
 namespace stoker {
 
-template <class A>
-__device__ __forceinline__ A warp_sum(A value) {
-#pragma unroll
-    for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
-        value += __shfl_xor_sync(kFullWarp, value, lanes);
+// What is taken over many values; of two, in the order in which they come.
+struct Sum {
+    template <class A>
+    static __device__ __forceinline__ A of(A a, A b) {
+        return a + b;
     }
-    return value;
+};
+struct Largest {
+    template <class A>
+    static __device__ __forceinline__ A of(A a, A b) {
+        return b > a ? b : a;
+    }
+};
+
+// Over all lanes of a warp, in every lane.
+template <class Op, class A>
+__device__ __forceinline__ A over_warp(A value) {
+    if constexpr (std::is_same_v<Op, Largest> && std::is_same_v<A, unsigned>) {
+        return __reduce_max_sync(kFullWarp, value);
+    } else {
+#pragma unroll
+        for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
+            value = Op::of(value, __shfl_xor_sync(kFullWarp, value, lanes));
+        }
+        return value;
+    }
 }
 
-template <class A>
-__device__ __forceinline__ A warp_max(A value) {
-#pragma unroll
-    for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) {
-        const A other = __shfl_xor_sync(kFullWarp, value, lanes);
-        value = other > value ? other : value;
-    }
-    return value;
-}
-
-// The sum over all threads of the block, in every thread. Every thread must call it; it may be called again at once.
-template <int kThreads, class A>
-__device__ __forceinline__ A block_sum(A value) {
+// Over all threads of the block, in every thread. Every thread must call it; it may be called again at once.
+template <class Op, int kThreads, class A>
+__device__ __forceinline__ A over_block(A value) {
     constexpr int kWarps = kThreads / kWarpSize;
-    value = warp_sum(value);
+    value = over_warp<Op>(value);
     if constexpr (kWarps > 1) {
         __shared__ A of_warp[kWarps];
         __syncthreads();  // the last call's readers are done
@@ -40,28 +51,7 @@ __device__ __forceinline__ A block_sum(A value) {
         value = of_warp[0];
 #pragma unroll
         for (int i = 1; i < kWarps; ++i) {
-            value += of_warp[i];
-        }
-    }
-    return value;
-}
-
-// The largest value of all threads of the block, in every thread; as block_sum.
-template <int kThreads, class A>
-__device__ __forceinline__ A block_max(A value) {
-    constexpr int kWarps = kThreads / kWarpSize;
-    value = warp_max(value);
-    if constexpr (kWarps > 1) {
-        __shared__ A of_warp[kWarps];
-        __syncthreads();  // the last call's readers are done
-        if (threadIdx.x % kWarpSize == 0) {
-            of_warp[threadIdx.x / kWarpSize] = value;
-        }
-        __syncthreads();
-        value = of_warp[0];
-#pragma unroll
-        for (int i = 1; i < kWarps; ++i) {
-            value = of_warp[i] > value ? of_warp[i] : value;
+            value = Op::of(value, of_warp[i]);
         }
     }
     return value;
@@ -99,11 +89,6 @@ void launch_sum_rows(const A* partial, W* first, W* second, int64_t split, int64
     const auto blocks = static_cast<unsigned>((width + kWarpSize - 1) / kWarpSize);
     const auto warps = static_cast<unsigned>(std::clamp<int64_t>(rows / 8, 1, kWarpSize));
     STOKER_LAUNCH((sum_rows<A, W>), blocks, warps * kWarpSize, 0, stream, partial, first, second, split, rows, width);
-}
-
-template <class A, class W>
-void launch_sum_rows(const A* partial, W* out, int64_t rows, int64_t width, void* stream) {
-    launch_sum_rows<A, W>(partial, out, out, width, rows, width, stream);
 }
 
 }  // namespace stoker

@@ -37,15 +37,6 @@ __device__ __forceinline__ uint64_t order_key(double value) {
 }
 #endif
 
-template <class Key>
-__device__ __forceinline__ Key highest_of_warp(Key key) {
-    if constexpr (sizeof(Key) == 4) {
-        return __reduce_max_sync(kFullWarp, key);
-    } else {
-        return warp_max(key);
-    }
-}
-
 // Experts `lane`, `lane + 32`, ... are this lane's: neighbours read neighbours.
 template <class T, class B, int kSlots>
 __global__ void topk_forward(const T* __restrict__ scores, const B* __restrict__ bias, int64_t* __restrict__ choice,
@@ -79,7 +70,7 @@ __global__ void topk_forward(const T* __restrict__ scores, const B* __restrict__
     }
     int mine = 0;  // the choice of round `lane`
     for (int round = 0; round < k; ++round) {
-        const Key highest = highest_of_warp(best);
+        const Key highest = over_warp<Largest>(best);
         const unsigned expert = best_slot * kWarpSize + lane;
         const unsigned winner = __reduce_min_sync(kFullWarp, best == highest ? expert : 0xffffffffu);
         if (lane == round) {
@@ -100,7 +91,7 @@ __global__ void topk_forward(const T* __restrict__ scores, const B* __restrict__
     }
     T weight = lane < k ? row[mine] : T{0};
     if (normalize) {
-        weight = weight / (warp_sum(weight) + smallest);
+        weight = weight / (over_warp<Sum>(weight) + smallest);
     }
     if (lane < k) {
         choice[token * k + lane] = mine;
@@ -124,8 +115,8 @@ __global__ void topk_backward(const T* __restrict__ grad_weights, const T* __res
     T grad = lane < k ? grad_weights[token * k + lane] : T{0};
     if (normalize) {
         const T score = lane < k ? scores[begin + mine] : T{0};
-        const T sum = warp_sum(score) + smallest;
-        grad = (grad - warp_sum(grad * (score / sum))) / sum;
+        const T sum = over_warp<Sum>(score) + smallest;
+        grad = (grad - over_warp<Sum>(grad * (score / sum))) / sum;
     }
     for (int expert = lane; expert < experts; expert += kWarpSize) {
         grad_scores[begin + expert] = 0;
