@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -67,6 +67,26 @@ def assert_order_does_not_matter(run: Callable[[], torch.Tensor | tuple[torch.Te
         for k, (a, b) in enumerate(zip(first, other, strict=True)):
             same = torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
             assert same, f"result {k} differs between {ORDERS[0]} and {order}: a barrier is missing"
+
+
+def outputs_and_grads(
+    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]],
+    tensors: Sequence[torch.Tensor],
+    upstream: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """What function(*tensors) returns, then the gradient of each tensor; these keep the layouts they have.
+
+    upstream: the gradient of the one output; None: multiples of 1/8, which every dtype has, the same in each call.
+    """
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    result = function(*leaves)
+    outputs = result if isinstance(result, tuple) else (result,)
+    generator = torch.Generator().manual_seed(1)
+    grads = [
+        torch.randint(-16, 17, o.shape, generator=generator) / 8 if upstream is None else upstream for o in outputs
+    ]
+    found = torch.autograd.grad(outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
+    return [*(o.detach() for o in outputs), *found]
 
 
 def sparse(shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter, only_blocks, sparse
+from emulated_runs import assert_order_does_not_matter, only_blocks, outputs_and_grads, sparse
 from stoker.kernels import reference
 from torch.library import opcheck
 
@@ -27,15 +27,6 @@ def native(op):
 
 def inputs(op, shape, dtype):
     return [3 * torch.randn(shape).to(dtype) for _ in range(1 if op == "gelu" else 2)]
-
-
-def outputs_and_grads(function, tensors):
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    out = function(*leaves)
-    generator = torch.Generator().manual_seed(1)
-    # Multiples of 1/8, which every dtype has.
-    upstream = torch.randint(-16, 17, out.shape, generator=generator).to(out.dtype) / 8
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
 def assert_close(found, wanted, dtype):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from norm_cases import EPS, SHAPES, TOLERANCE, assert_close, outputs_and_grads
+from emulated_runs import outputs_and_grads
+from norm_cases import EPS, SHAPES, TOLERANCE, assert_close
 from stoker.kernels.reference import layernorm as reference
 from torch.library import opcheck
 
@@ -24,8 +25,8 @@ def inputs(shape, dtype, weight_dtype=None):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_value_and_gradients_match_float64(layernorm, shape, dtype):
     tensors = inputs(shape, dtype)[:3]
-    found = outputs_and_grads(lambda a, w, b: layernorm(a, w, b, EPS), *tensors)
-    wanted = outputs_and_grads(lambda a, w, b: reference(a, w, b, EPS), *(t.double() for t in tensors))
+    found = outputs_and_grads(lambda a, w, b: layernorm(a, w, b, EPS), tensors)
+    wanted = outputs_and_grads(lambda a, w, b: reference(a, w, b, EPS), [t.double() for t in tensors])
     assert [t.dtype for t in found] == [dtype] * 4
     assert_close(found, wanted, dtype)
 
@@ -35,21 +36,21 @@ def test_value_and_gradients_match_float64(layernorm, shape, dtype):
 def test_the_sum_with_a_residual_is_normed_and_both_gradients_meet(layernorm, shape, dtype):
     x, weight, bias, residual = inputs(shape, dtype)
     y, total, grad_x, grad_weight, grad_bias, grad_residual = outputs_and_grads(
-        lambda a, w, b, r: layernorm(a, w, b, EPS, r), x, weight, bias, residual
+        lambda a, w, b, r: layernorm(a, w, b, EPS, r), [x, weight, bias, residual]
     )
     assert torch.equal(total, x + residual)
     assert torch.equal(grad_x, grad_residual)
     # The sum as rounded is what is normed.
     wanted = outputs_and_grads(
-        lambda a, w, b: (reference(a, w, b, EPS), a.clone()), total.double(), weight.double(), bias.double()
+        lambda a, w, b: (reference(a, w, b, EPS), a.clone()), [total.double(), weight.double(), bias.double()]
     )
     assert_close([y, total, grad_x, grad_weight, grad_bias], wanted, dtype)
 
 
 def test_float32_parameters_beside_bfloat16(layernorm):
     tensors = inputs((4, 64), torch.bfloat16, torch.float32)[:3]
-    found = outputs_and_grads(lambda a, w, b: layernorm(a, w, b, EPS), *tensors)
-    wanted = outputs_and_grads(lambda a, w, b: reference(a, w, b, EPS), *(t.double() for t in tensors))
+    found = outputs_and_grads(lambda a, w, b: layernorm(a, w, b, EPS), tensors)
+    wanted = outputs_and_grads(lambda a, w, b: reference(a, w, b, EPS), [t.double() for t in tensors])
     assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     assert_close(found, wanted, torch.bfloat16)
 
@@ -83,7 +84,7 @@ def test_compiles_to_one_graph(layernorm):
 
 def test_the_same_bits_twice(layernorm):
     tensors = inputs((9, 257), torch.bfloat16)
-    first, second = (outputs_and_grads(lambda a, w, b, r: layernorm(a, w, b, EPS, r), *tensors) for _ in range(2))
+    first, second = (outputs_and_grads(lambda a, w, b, r: layernorm(a, w, b, EPS, r), tensors) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

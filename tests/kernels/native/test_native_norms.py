@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter, only_blocks, sparse
+from emulated_runs import assert_order_does_not_matter, only_blocks, outputs_and_grads, sparse
 from stoker.kernels import reference
 
 EPS = 1e-5
@@ -23,14 +23,6 @@ def native(op):
 def parameters(op, width, dtype=torch.float32):
     values = {"weight": 1 + 0.1 * torch.randn(width), "bias": torch.randn(width)}
     return [values[name].to(dtype) for name in OPS[op]]
-
-
-def outputs_and_grads(function, tensors, upstream=None):
-    """The tensors' own layout is kept."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    out = function(*leaves)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)) if upstream is None else upstream
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
 
 def normed(op, eps=EPS, of=None):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from emulated_runs import FarRows, assert_order_does_not_matter
-from norm_cases import EPS, SHAPES, TOLERANCE, assert_close, outputs_and_grads
+from emulated_runs import FarRows, assert_order_does_not_matter, outputs_and_grads
+from norm_cases import EPS, SHAPES, TOLERANCE, assert_close
 from stoker.kernels.reference import rmsnorm as reference
 from torch.library import opcheck
 
@@ -25,8 +25,8 @@ def inputs(shape, dtype, weight_dtype=None):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_value_and_gradients_match_float64(rmsnorm, shape, dtype):
     x, weight, _ = inputs(shape, dtype)
-    found = outputs_and_grads(lambda a, w: rmsnorm(a, w, EPS, offset=1.0), x, weight)
-    wanted = outputs_and_grads(lambda a, w: reference(a, w, EPS, offset=1.0), x.double(), weight.double())
+    found = outputs_and_grads(lambda a, w: rmsnorm(a, w, EPS, offset=1.0), [x, weight])
+    wanted = outputs_and_grads(lambda a, w: reference(a, w, EPS, offset=1.0), [x.double(), weight.double()])
     assert [t.dtype for t in found] == [dtype] * 3
     assert_close(found, wanted, dtype)
 
@@ -36,19 +36,19 @@ def test_value_and_gradients_match_float64(rmsnorm, shape, dtype):
 def test_the_sum_with_a_residual_is_normed_and_both_gradients_meet(rmsnorm, shape, dtype):
     x, weight, residual = inputs(shape, dtype)
     y, total, grad_x, grad_weight, grad_residual = outputs_and_grads(
-        lambda a, w, r: rmsnorm(a, w, EPS, r), x, weight, residual
+        lambda a, w, r: rmsnorm(a, w, EPS, r), [x, weight, residual]
     )
     assert torch.equal(total, x + residual)
     assert torch.equal(grad_x, grad_residual)
     # The sum as rounded is what is normed.
-    wanted = outputs_and_grads(lambda a, w: (reference(a, w, EPS), a.clone()), total.double(), weight.double())
+    wanted = outputs_and_grads(lambda a, w: (reference(a, w, EPS), a.clone()), [total.double(), weight.double()])
     assert_close([y, total, grad_x, grad_weight], wanted, dtype)
 
 
 def test_float32_weight_beside_bfloat16(rmsnorm):
     x, weight, _ = inputs((4, 64), torch.bfloat16, torch.float32)
-    found = outputs_and_grads(lambda a, w: rmsnorm(a, w, EPS), x, weight)
-    wanted = outputs_and_grads(lambda a, w: reference(a, w, EPS), x.double(), weight.double())
+    found = outputs_and_grads(lambda a, w: rmsnorm(a, w, EPS), [x, weight])
+    wanted = outputs_and_grads(lambda a, w: reference(a, w, EPS), [x.double(), weight.double()])
     assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert_close(found, wanted, torch.bfloat16)
 
@@ -84,7 +84,7 @@ def test_compiles_to_one_graph(rmsnorm):
 
 def test_the_same_bits_twice(rmsnorm):
     x, weight, residual = inputs((9, 257), torch.bfloat16)
-    first, second = (outputs_and_grads(lambda a, w, r: rmsnorm(a, w, EPS, r), x, weight, residual) for _ in range(2))
+    first, second = (outputs_and_grads(lambda a, w, r: rmsnorm(a, w, EPS, r), [x, weight, residual]) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -120,5 +120,5 @@ def test_offsets_past_2_to_the_31(rmsnorm, width):
 def test_the_order_of_threads_does_not_matter(rmsnorm, shape):
     x, weight, residual = inputs(shape, torch.bfloat16)
     assert_order_does_not_matter(
-        lambda: tuple(outputs_and_grads(lambda a, w, r: rmsnorm(a, w, EPS, r), x, weight, residual))
+        lambda: tuple(outputs_and_grads(lambda a, w, r: rmsnorm(a, w, EPS, r), [x, weight, residual]))
     )

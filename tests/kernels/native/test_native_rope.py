@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from emulated_runs import assert_order_does_not_matter, only_blocks, sparse
+from emulated_runs import assert_order_does_not_matter, only_blocks, outputs_and_grads, sparse
 from stoker.kernels import rope_cos_sin
 from stoker.kernels.reference import rope as reference
 from torch.library import opcheck
@@ -39,15 +39,6 @@ def inputs(shape, dtype=torch.float32):
     return q, torch.randn(rows, length, key_heads, width).to(dtype), torch.randint(0, 5000, (rows, length))
 
 
-def outputs_and_grads(function, q, k):
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k)]
-    out = function(*leaves)
-    generator = torch.Generator().manual_seed(1)
-    # Multiples of 1/8, which every dtype has.
-    upstream = [torch.randint(-16, 17, o.shape, generator=generator).to(o.dtype) / 8 for o in out]
-    return [*(o.detach() for o in out), *torch.autograd.grad(out, leaves, upstream)]
-
-
 def parts_of_a_projection(q, k):
     """The same values as views of one tensor [B, S, features of q, k and v], as a fused projection returns it."""
     fused = torch.cat((q.flatten(2), k.flatten(2), k.flatten(2)), 2)
@@ -65,8 +56,8 @@ def test_value_and_gradients_match_float64(rope, shape, interleaved, dtype):
     def run(function):
         return lambda a, b: function(a, b, positions, frequencies, 1.25, interleaved)
 
-    found = outputs_and_grads(run(rope), q, k)
-    wanted = outputs_and_grads(run(reference), q.double(), k.double())
+    found = outputs_and_grads(run(rope), [q, k])
+    wanted = outputs_and_grads(run(reference), [q.double(), k.double()])
     for ours, exact in zip(found, wanted, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -112,7 +103,7 @@ def test_compiles_to_one_graph(rope):
         return torch.cat([o.square().flatten() for o in rope(*out, positions, inv_freq(16))])
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    found, wanted = (outputs_and_grads(lambda a, b, f=f: [f(a, b)], q, k) for f in (compiled, step))
+    found, wanted = (outputs_and_grads(f, [q, k]) for f in (compiled, step))
     for ours, eager in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
 
@@ -201,8 +192,8 @@ def test_inputs_are_left_alone_and_the_inverse_brings_them_back(rope):
 @pytest.mark.parametrize("shape", [(0, 3, 2, 1, 8, 8), (2, 0, 2, 1, 8, 8), (1, 2, 2, 0, 8, 8), (1, 2, 2, 1, 8, 0)])
 def test_empty(rope, shape):
     q, k, positions = inputs(shape)
-    found = outputs_and_grads(lambda a, b: rope(a, b, positions, inv_freq(shape[-1])), q, k)
-    wanted = outputs_and_grads(lambda a, b: reference(a, b, positions, inv_freq(shape[-1])), q, k)
+    found = outputs_and_grads(lambda a, b: rope(a, b, positions, inv_freq(shape[-1])), [q, k])
+    wanted = outputs_and_grads(lambda a, b: reference(a, b, positions, inv_freq(shape[-1])), [q, k])
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
 
