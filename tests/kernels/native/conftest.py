@@ -14,12 +14,12 @@ from stoker.kernels.native.build import Target
 sys.path.append(str(Path(__file__).parent))  # for the modules that several tests of this folder use
 
 from emulated_build import built
-from sanitized import WANTED
+from sanitized import UNITS, WANTED
 
 
 @pytest.fixture(scope="session")
 def emulated() -> Path:
-    sanitizers = tuple(filter(None, os.environ.get(WANTED, "").split(",")))
-    path = built(Target(emulated=True, sanitizers=sanitizers))
+    sanitizers, units = (tuple(filter(None, os.environ.get(name, "").split(","))) for name in (WANTED, UNITS))
+    path = built(Target(emulated=True, sanitizers=sanitizers, only=units))
     library.load(path)
     return path

@@ -14,6 +14,7 @@ import torch
 
 SANITIZERS = ("address", "undefined")
 WANTED = "STOKER_TEST_SANITIZERS"  # names with commas between them: what the ops of this process are built with
+UNITS = "STOKER_TEST_UNITS"  # translation units with commas between them: what this process has of the ops; none: all
 # Objects are not freed at the end of Python, and an allocation of many GB that torch asks for may be refused.
 _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:handle_segv=1:abort_on_error=0:exitcode=99",

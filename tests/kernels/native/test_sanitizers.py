@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from emulated_build import built
-from sanitized import FOUND, SANITIZERS, WANTED, python
+from sanitized import FOUND, SANITIZERS, UNITS, WANTED, python
 from stoker.kernels.native.build import Target
+from stoker.kernels.native.cache import CSRC
 
 HERE = Path(__file__).parent
 
@@ -33,7 +34,15 @@ for word in sys.argv[2:]:
     sys.stderr.flush()
 """
 
-SAME_KERNELS_AGAIN = {"test_native_cases.py", "test_native_dispatch.py"}
+# Files of kernels and the tests of their ops, in parts of about the same time: nearly all of it goes into compiling.
+PARTS = {
+    "norms": ("rmsnorm layernorm", "norms rmsnorm layernorm"),
+    "losses": ("cross_entropy linear_cross_entropy", "cross_entropy linear_cross_entropy"),
+    "experts": ("router permute fp8", "moe_topk moe_permute quantize_fp8"),
+    "optimizer": ("adamw multi_copy rounding", "adamw multi_copy rounding"),
+    "pointwise": ("glu rope l2norm", "glu rope l2norm"),
+}
+SAME_KERNELS_AGAIN = {"cases", "dispatch"}
 # The argument with which a case is sound, the one with which it is not, the finding, and where it is.
 CASES = {
     "write_past_the_end": (63, 64, "heap-buffer-overflow", "bounds.cu:6"),
@@ -71,16 +80,24 @@ def test_a_broken_access_is_reported_with_its_line(runs: dict[str, str], case: s
     assert line in report
 
 
-# Two parts, so that two processes share the work.
-@pytest.mark.parametrize("part", [0, 1])
-def test_the_ops_pass_their_tests_under_the_sanitizers(part: int) -> None:
-    built(Target(emulated=True, sanitizers=SANITIZERS))
-    files = sorted(str(path) for path in HERE.glob("test_native_*.py") if path.name not in SAME_KERNELS_AGAIN)
+def test_every_kernel_and_test_is_in_one_part() -> None:
+    sources, tests = (sorted(" ".join(words).split()) for words in zip(*PARTS.values(), strict=True))
+    assert sources == sorted(path.stem for path in CSRC.glob("*.cu"))
+    named = {path.stem.removeprefix("test_native_") for path in HERE.glob("test_native_*.py")}
+    assert tests == sorted(named - SAME_KERNELS_AGAIN)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_ops_pass_their_tests_under_the_sanitizers(part: str) -> None:
+    sources, tests = (words.split() for words in PARTS[part])
     arguments = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not full"]
     # What goes through torch's compiler repeats the same kernels under minutes of instrumented Python; a tensor of 4 GB
     # has half a GB of the sanitizer's shadow, which is written.
     arguments += ["-k", "not compile and not opcheck and not gradcheck and not past"]
-    environ = {WANTED: ",".join(SANITIZERS), "TMPDIR": tempfile.gettempdir()}
-    done = python(*arguments, *files[part::2], timeout=600, **environ)
+    files = [str(HERE / f"test_native_{test}.py") for test in tests]
+    units = tuple(f"{source}.cu" for source in sources)
+    built(Target(emulated=True, sanitizers=SANITIZERS, only=units))  # in here the compiler itself would be sanitized
+    environ = {WANTED: ",".join(SANITIZERS), UNITS: ",".join(units), "TMPDIR": tempfile.gettempdir()}
+    done = python(*arguments, *files, timeout=600, **environ)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     assert re.search(r"\d+ passed", done.stdout)
