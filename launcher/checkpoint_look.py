@@ -7,7 +7,6 @@ layout of text. Standard library only.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -27,7 +26,6 @@ from .run.verdict_note import read_note
 _JOBS = 8  # processes that look, where there are many checkpoints
 MANY = 2000  # checkpoints of which a list is made with less care
 _EACH = 1000  # checkpoints that are worth a process
-_UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-.+")
 
 
 class Health(str, Enum):
@@ -84,10 +82,8 @@ def _look_at(folder: str, entries: Sequence[str], is_glance: bool) -> list[Found
         name = CheckpointName.parse(entry)
         if name is not None:
             found.append(look_into(Path(f"{folder}/{entry}"), name, is_glance))
-        elif match := _UNFINISHED.fullmatch(entry):
-            name = CheckpointName.parse(match[1])
-            assert name is not None
-            found.append(_unfinished(Path(f"{folder}/{entry}"), name))
+        elif (unfinished := CheckpointName.parse_unfinished(entry)) is not None:
+            found.append(_unfinished(Path(f"{folder}/{entry}"), unfinished[0]))
     return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 _ATTEMPT = re.compile(r"\d{4,}")
 _CHECKPOINT = re.compile(r"step-(\d{8,})-a(\d{4,})")
+_UNFINISHED = re.compile(rf"\.tmp-({_CHECKPOINT.pattern})-(g\d{{4,}}-[0-9a-f]+)")
 _METRICS = re.compile(r"metrics-g(\d{4,})\.jsonl")
 
 
@@ -29,6 +30,19 @@ class CheckpointName:
     def parse(name: str) -> CheckpointName | None:
         m = _CHECKPOINT.fullmatch(name)
         return CheckpointName(int(m[1]), int(m[2])) if m else None
+
+    def unfinished(self, token: str) -> str:
+        """The directory's name while it is written. `token` (gNNNN-HEX: generation and number of the save) tells
+        preparations of one name apart."""
+        found = f".tmp-{self}-{token}"
+        assert _UNFINISHED.fullmatch(found), found
+        return found
+
+    @staticmethod
+    def parse_unfinished(name: str) -> tuple[CheckpointName, str] | None:
+        """(name, token)."""
+        m = _UNFINISHED.fullmatch(name)
+        return (CheckpointName(int(m[2]), int(m[3])), m[4]) if m else None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ MIB = 2**20
 _PART = 32 * MIB  # bytes of one part; a store takes at least 5 MiB, and at most 10,000 parts
 _MOST_PARTS = 9_000
 _AT_ONCE = 4  # parts on their way per file: one connection brings about 100 MB/s
-_KEY = re.compile(r"(step-\d{8,}-a\d{4,})/(g\d{4,}-[0-9a-f]+)\.([^/]+)")
+_FILE = re.compile(r"(g\d{4,}-[0-9a-f]+)\.([^/]+)")  # token and name
 
 
 class ObjectSink:
@@ -110,7 +110,9 @@ class ObjectTarget:
         self.spec = spec
         self.notes: list[str] = []
         self._folder = Path(spec["folder"])
-        self._copy = self._folder / f".tmp-{spec['name']}-{spec['token']}"
+        name = CheckpointName.parse(spec["name"])
+        assert name is not None, spec
+        self._copy = self._folder / name.unfinished(spec["token"])
         self._bucket = Bucket(f"{spec['root']}{spec['name']}/{spec['token']}.")
 
     def prepare(self) -> None:
@@ -214,21 +216,21 @@ class ObjectShelf(PosixShelf):
         with contextlib.suppress(OSError):
             bucket = Bucket(self._root)
             for key, upload in bucket.uploads():
-                if (found := _KEY.fullmatch(key)) and is_stale(found[1], found[2], attempt, token):
+                if (found := _parsed(key)) and is_stale(found[0], found[1], attempt, token):
                     bucket.abort_upload(key, upload)
             for group, files in _groups(bucket).items():
                 if is_stale(*group, attempt, token):
                     self._settle(bucket, *group, files)
         super().sweep(attempt, token)
 
-    def _settle(self, bucket: Bucket, name: str, token: str, files: Sequence[str]) -> None:
+    def _settle(self, bucket: Bucket, name: CheckpointName, token: str, files: Sequence[str]) -> None:
         """Delete what a writer left of a checkpoint, unless it is whole."""
         at = f"{name}/{token}."
-        copy = self.folder / name
+        copy = self.folder / str(name)
         if _points_to(copy, bucket.url(at)):
             return
         if MANIFEST in files and not copy.exists():
-            fresh = self.folder / f".tmp-{name}-{token}"
+            fresh = self.folder / name.unfinished(token)
             with contextlib.suppress(InvalidCheckpointError):
                 manifest = parse_manifest(bucket.get(at + MANIFEST), bucket.url(at + MANIFEST))
                 check_objects(manifest)
@@ -247,13 +249,21 @@ def _points_to(copy: Path, location: str) -> bool:
         return False
 
 
-def _groups(bucket: Bucket) -> dict[tuple[str, str], list[str]]:
+def _groups(bucket: Bucket) -> dict[tuple[CheckpointName, str], list[str]]:
     """Files by (checkpoint, token)."""
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[CheckpointName, str], list[str]] = {}
     for key in bucket.sizes():
-        if m := _KEY.fullmatch(key):
-            found.setdefault((m[1], m[2]), []).append(m[3])
+        if parsed := _parsed(key):
+            name, token, file = parsed
+            found.setdefault((name, token), []).append(file)
     return found
+
+
+def _parsed(key: str) -> tuple[CheckpointName, str, str] | None:
+    """(checkpoint, token, file); None for what is not ours."""
+    folder, _, rest = key.partition("/")
+    name, m = CheckpointName.parse(folder), _FILE.fullmatch(rest)
+    return (name, m[1], m[2]) if name is not None and m is not None else None
 
 
 def check_objects(manifest: Manifest) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -27,8 +26,6 @@ from .base import LastCheck, nothing
 from .direct import NewFile
 from .filesystem import FileSystem, check_room, file_system, patiently
 from .new_directory import sweep_unfinished
-
-_UNFINISHED = re.compile(r"\.tmp-(step-\d{8,}-a\d{4,})-(g\d{4,}-[0-9a-f]+)")
 
 
 class PosixSink(NewFile):
@@ -163,12 +160,10 @@ class PosixShelf:
         return source_at(self.folder / str(name))
 
     def spec(self, name: CheckpointName, token: str, total: int, shards: int) -> dict[str, Any]:
-        unfinished = f".tmp-{name}-{token}"
-        assert _UNFINISHED.fullmatch(unfinished), unfinished
         return {
             "kind": "posix",
             "folder": str(self.folder),
-            "unfinished": unfinished,
+            "unfinished": name.unfinished(token),
             "token": token,
             "total": total,
             "shards": shards,
@@ -185,19 +180,18 @@ class PosixShelf:
         sweep_unfinished(self.folder)
         with contextlib.suppress(OSError):
             for path in list(self.folder.iterdir()):
-                unfinished = _UNFINISHED.fullmatch(path.name)
+                unfinished = CheckpointName.parse_unfinished(path.name)
                 with contextlib.suppress(OSError):
                     if path.name.startswith(GOING):
                         _delete(path)
-                    elif unfinished and is_stale(unfinished[1], unfinished[2], attempt, token):
+                    elif unfinished and is_stale(*unfinished, attempt, token):
                         remove_directory(path)
 
 
-def is_stale(name: str, its_token: str, attempt: int, token: str | None) -> bool:
+def is_stale(of: CheckpointName, its_token: str, attempt: int, token: str | None) -> bool:
     """Whether a preparation belongs to an attempt before this, or to a save of this before that of `token`."""
-    of = CheckpointName.parse(name)
-    if of is None or of.attempt != attempt:
-        return of is not None and of.attempt < attempt
+    if of.attempt != attempt:
+        return of.attempt < attempt
     return token is not None and _order(its_token) < _order(token)
 
 
