@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -53,6 +53,7 @@ class Damage:
     block: int | None  # None: the file as a whole
     problem: str
     tensors: tuple[str, ...]  # names of the logical tensors that have bytes there; () if the index does not say
+    is_unread: bool = False  # the storage gave an error: it may be another one's, or over at the next try
 
     def __str__(self) -> str:
         return f"{self.file}: {self.problem}"
@@ -118,7 +119,7 @@ def _check_small(f: FileEntry, read: Read, content: dict[str, bytes]) -> Damage 
     try:
         data = read(f.name, 0, f.size)
     except OSError as e:
-        return Damage(f.name, 0, f.size, None, e.strerror or str(e), ())
+        return Damage(f.name, 0, f.size, None, e.strerror or str(e), (), _may_pass(e))
     if len(data) != f.size:
         return Damage(f.name, 0, f.size, None, f"{len(data)} bytes, expected {f.size}", ())
     if zlib.crc32(data) != f.crc32:
@@ -133,7 +134,7 @@ def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen, 
     try:
         data = memoryview(read(f.name, at, size))
     except OSError as e:
-        return [Damage(f.name, at, size, at // BLOCK, f"from byte {at}: {e.strerror or e}", ())]
+        return [Damage(f.name, at, size, at // BLOCK, f"from byte {at}: {e.strerror or e}", (), _may_pass(e))]
     found: list[Damage] = []
     for begin in range(0, size, BLOCK):
         number, end = (at + begin) // BLOCK, min(begin + BLOCK, size)
@@ -146,6 +147,10 @@ def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen, 
             found.append(Damage(f.name, at + begin, end - begin, number, problem, ()))
     seen(size)
     return found
+
+
+def _may_pass(error: OSError) -> bool:
+    return not isinstance(error, FileNotFoundError)
 
 
 def parse_index(data: bytes, bounds: Bounds) -> list[dict[str, Any]]:
@@ -225,7 +230,7 @@ def _with_tensors(d: Damage, lines: Iterable[dict[str, Any]]) -> Damage:
         for line in lines
         if any(file == d.file and at < d.at + d.size and d.at < at + size for file, at, size in slices_of(line))
     ]
-    return Damage(d.file, d.at, d.size, d.block, d.problem, tuple(hit))
+    return replace(d, tensors=tuple(hit))
 
 
 @dataclass(frozen=True)
@@ -255,8 +260,10 @@ def verify_directory(
         return Verdict(directory, 0, 0.0, (Damage(MANIFEST, 0, 0, None, problem, ()),))
     damage, note = _damage(directory, manifest, seen, threads, read), ""
     seconds = time.monotonic() - began
+    lasting = [d for d in damage if not d.is_unread]
     try:
-        write_note(directory, manifest, VerdictNote(time.time(), str(damage[0]) if damage else None))
+        if lasting or not damage:  # else nothing is known, and what was noted before stands
+            write_note(directory, manifest, VerdictNote(time.time(), str(lasting[0]) if lasting else None))
     except OSError as e:
         note = f"not noted in {VERIFIED} beside it: {e.strerror}"
     return Verdict(directory, sum(f.size for f in manifest.files), seconds, damage, note)

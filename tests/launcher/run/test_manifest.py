@@ -15,8 +15,8 @@ import pytest
 from stoker.launcher.run import manifest as m
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.manifest import BLOCK, InvalidCheckpointError, Manifest
-from stoker.launcher.run.verdict_note import newest_valid
-from stoker.launcher.run.verification import verify
+from stoker.launcher.run.verdict_note import VERIFIED, newest_valid
+from stoker.launcher.run.verification import verify, verify_directory
 
 SHARD = "shard-00000.safetensors"
 SIDECAR = "shard-00000.crc32"
@@ -160,7 +160,7 @@ def test_state_with_nan_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [SHARD, SIDECAR])
-def test_a_read_error_makes_it_invalid_and_names_the_file(
+def test_a_read_error_makes_it_invalid_names_the_file_and_is_not_noted_as_damage(
     checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pread = os.pread
@@ -173,6 +173,8 @@ def test_a_read_error_makes_it_invalid_and_names_the_file(
     monkeypatch.setattr(os, "pread", broken)
     with pytest.raises(InvalidCheckpointError, match=rf"{name}: .*Input/output error"):
         verify(checkpoint)
+    assert not verify_directory(checkpoint).is_good
+    assert not (checkpoint / VERIFIED).exists()  # the next try may go well
 
 
 def test_newest_valid_passes_over_what_is_damaged_and_what_is_skipped(tmp_path: Path) -> None:
