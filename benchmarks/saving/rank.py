@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from state import Contender, Raw, Training, make_state, nbytes, read_through
+from state import Contender, Raw, Training, make_state, nbytes, touch
 
 torch.set_num_threads(1)
 BASE_STEPS = 15
@@ -59,7 +59,7 @@ class Rank:
 
     def do(self, order: dict[str, Any]) -> dict[str, float]:
         directory = Path(order["directory"])
-        if order["do"] in ("copy", "save"):
+        if order["do"] in ("copy", "save", "load"):
             self.wake(order["who"])
         if order["who"] == "raw":
             work = {
@@ -79,11 +79,11 @@ class Rank:
         return self.save_alone(contender, directory)
 
     def wake(self, who: str) -> None:
-        """Go through all memory of a copy. It lay idle for up to a minute, and in a virtual machine whose kernel or
-        host takes idle pages back the first to come pays for that, the copy in memory as much as a save. What a save
-        after such a pause costs is measured in training."""
+        """Write to all memory of a copy or a load. It lay idle for up to a minute, and in a virtual machine whose
+        kernel or host takes idle pages back the first to come pays for that, plain copies and reads as much as saves
+        and loads. What a save after such a pause costs is measured in training."""
         for tensor in self.state.values():
-            read_through(tensor)
+            touch(tensor)
         if who == "raw":
             self.raw.copy()
         else:

@@ -185,9 +185,10 @@ TEXT = """# Checkpoints: what a save costs, and a load
 float32 two moments and a master copy; each rank holds its rows of every tensor. In every round everybody has a turn,
 and ratios are those of one round; figures are medians (least to most). One round before the first is not counted.
 
-- Copy: `memmove` of all tensors into memory that is there already. Right before a copy, and before a save, all
-  memory is read that it reads and writes: a virtual machine may take back what was idle for a minute, and whoever comes
-  first pays for that, up to several times the copy. "Call blocks" of the second table is a save after such a pause.
+- Copy: `memmove` of all tensors into memory that is there already. Right before a copy, a save
+  or a load all memory is written to that it reads and writes: a virtual machine may take back what was idle for a
+  minute, and whoever comes first pays for that, up to several times the copy. "Call blocks" of the second table is a
+  save after such a pause.
 - Write: one file per rank, 16 MiB per call, fsync of file and directory, through the page cache. Read: the same files
   into one piece of memory. As many streams as ranks.
 - Ours: the call copies into the agent's segments; the node's writer process writes shard, checksums, index, manifest,

@@ -37,7 +37,7 @@ class Contender(Protocol):
         ...
 
     def wake(self) -> None:
-        """Go through the memory that is kept between saves."""
+        """Write to the memory that is kept between saves."""
 
     def begin(self, directory: Path) -> None:
         """Save into `directory`, which is there and empty. The state may be used when this returns."""
@@ -85,10 +85,10 @@ def nbytes(state: dict[str, torch.Tensor]) -> int:
     return sum(t.nbytes for t in state.values())
 
 
-def read_through(tensor: torch.Tensor) -> None:
-    """Every byte of it, but for a few at its end."""
+def touch(tensor: torch.Tensor) -> None:
+    """Write to all of it what is there, but for a few bytes at its end."""
     data = tensor.view(-1).view(torch.uint8)
-    data[: data.numel() // 8 * 8].view(torch.int64).sum()
+    data[: data.numel() // 8 * 8].view(torch.int64).add_(0)
 
 
 class Raw:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from state import Contender, read_through
+from state import Contender, touch
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.run.attempts import Fence
 from stoker.launcher.run.layout import RunDir
@@ -89,7 +89,7 @@ class Stoker:
 
     def wake(self) -> None:
         for memory in self._memories:
-            read_through(memory.tensor)
+            touch(memory.tensor)
 
     def begin(self, directory: Path) -> None:
         Stoker.steps += 1

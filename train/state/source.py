@@ -95,7 +95,7 @@ class FileSource:
     """A checkpoint directory. Its bytes are not read as mapped memory: there, a disk's error would end the process
     with SIGBUS."""
 
-    piece = BLOCK
+    piece = 4 * BLOCK  # between two reads a thread checks and copies: the disk has more to do meanwhile
     streams = _AT_ONCE
 
     def __init__(self, directory: Path, may_go_past: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import Any
 
@@ -25,11 +26,17 @@ def begin(shelf: Shelf, step: int, attempt: int = 1, save: int = 1, size: int = 
     return target
 
 
+def index_of(size: int) -> bytes:
+    """One tensor of bytes, which fills the only shard."""
+    run = [[0, 0, 1]]  # one slice, in shard 0, from byte 0 on
+    slices = {"count": 1, "file": run, "at": run, "start": [run], "shape": [[[size, 0, 1]]]}
+    return json.dumps({"name": "model/w", "dtype": "U8", "shape": [size], "slices": slices}).encode() + b"\n"
+
+
 def fill(target: Target, step: int, shard: bytes, attempt: int = 1) -> Manifest:
     """All files but the manifest, which is returned."""
     sidecar = block_checksums(shard)
-    index, offsets = b'{"name":"model/w"}\n', struct.pack("<Q", 0)
-    small = {SIDECAR: sidecar, INDEX: index, OFFSETS: offsets}
+    small = {SIDECAR: sidecar, INDEX: index_of(len(shard)), OFFSETS: struct.pack("<Q", 0)}
     put(target, SHARD, shard)
     for file, data in small.items():
         put(target, file, data)

@@ -6,31 +6,15 @@ import json
 from typing import Any
 
 import pytest
-from checkpoint_bytes import SHARD, SIDECAR, begin, put
+from checkpoint_bytes import SHARD, save
 from stoker.conf.schema import CheckpointConfig
 from stoker.launcher.checkpoint_look import Health, look_around
 from stoker.launcher.run.layout import CheckpointName, RunDir
-from stoker.launcher.run.manifest import INDEX, OFFSETS, FileEntry, Manifest, block_checksums, describe
 from stoker.train.checkpoint import __main__ as tools
-from stoker.train.storage.base import Shelf
 from stoker.train.storage.bucket import Bucket
 from stoker.train.storage.choice import shelf_of
 
 SIZE = 5_000_000
-RUN = [[0, 0, 1]]  # one slice, in shard 0, from byte 0 on
-SLICES = {"count": 1, "file": RUN, "at": RUN, "start": [RUN], "shape": [[[SIZE, 0, 1]]]}
-LINE = {"name": "model/w", "dtype": "U8", "shape": [SIZE], "slices": SLICES}
-
-
-def save(shelf: Shelf, step: int) -> None:
-    """One tensor of bytes, that fills its shard."""
-    target, shard = begin(shelf, step, size=SIZE), b"z" * SIZE
-    index = json.dumps(LINE).encode() + b"\n"
-    small = {SIDECAR: block_checksums(shard), INDEX: index, OFFSETS: bytes(8)}
-    for file, data in {SHARD: shard, **small}.items():
-        put(target, file, data)
-    files = (FileEntry(SHARD, SIZE, None, SIDECAR), *(describe(n, d) for n, d in small.items()))
-    target.publish(Manifest("run-1", step, 1, 1, 1700000000.0, {"data": 1}, {"step": step}, files))
 
 
 @pytest.fixture
@@ -38,7 +22,7 @@ def bucket(run: RunDir, store: str) -> Bucket:
     """Of a run with two checkpoints."""
     shelf = shelf_of(run, CheckpointConfig(storage=f"{store}/runs"))
     for step in (10, 20):
-        save(shelf, step)
+        save(shelf, step, b"z" * SIZE)
     return Bucket(f"{store}/runs/some-run/")
 
 
