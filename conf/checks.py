@@ -30,7 +30,7 @@ from .schema import Config, ContextMethod, KernelsConfig, ParamDtype, Schedule
 # What an op of stoker.kernels, which this package does not import, may be asked for; the schema has a field per op.
 IMPLEMENTATIONS = ("auto", "reference", "native", "apex", "sdpa", "varlen", "flash")
 OPS = tuple(name for name, hint in members(KernelsConfig).items() if without_none(hint) == (str, True))
-_APEX = ("rmsnorm", "layernorm", "rope", "cross_entropy", "adamw", "l2norm", "scale", "cast_copy")
+_APEX = ("rmsnorm", "layernorm", "rope", "cross_entropy", "adamw", "l2norm", "scale", "cast_copy", "weight_gradient")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -59,7 +59,7 @@ def implementations(op: str) -> tuple[str, ...]:
     """What `kernels.<op>` may be, without plug-ins: names only, as this package does not import the kernels."""
     if op == "attention":
         return ("auto", "reference", "sdpa", "varlen", "flash")
-    ours = () if op == "dropout" else ("native",)
+    ours = () if op in ("dropout", "weight_gradient") else ("native",)
     return ("auto", "reference", *ours, *(("apex",) if op in _APEX else ()))
 
 

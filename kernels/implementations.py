@@ -50,6 +50,7 @@ APEX: dict[str, tuple[str, str]] = {
     "scale": ("amp_C", "APEX_CUDA_EXT"),
     "cast_copy": ("amp_C", "APEX_CUDA_EXT"),
     "cross_entropy": ("xentropy_cuda", "APEX_XENTROPY"),
+    "weight_gradient": ("fused_weight_gradient_mlp_cuda", "APEX_CUDA_EXT"),
 }
 
 

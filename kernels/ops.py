@@ -25,6 +25,7 @@ from .rope import Rope
 from .rounding import StochasticRound
 from .scale import Scale
 from .swiglu import SwiGlu
+from .weight_gradient import WeightGradient
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Ops:
     cross_entropy_stats: CrossEntropyStats
     cross_entropy_grad: CrossEntropyGrad
     linear_cross_entropy: LinearCrossEntropy
+    weight_gradient: WeightGradient
     dropout: Dropout
     adamw: AdamW
     l2norm: L2Norm

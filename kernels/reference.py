@@ -18,6 +18,7 @@ from .rope import rope
 from .rounding import stochastic_round
 from .scale import scale
 from .swiglu import swiglu
+from .weight_gradient import weight_gradient
 
 __all__ = [
     "adamw",
@@ -42,4 +43,5 @@ __all__ = [
     "scale",
     "stochastic_round",
     "swiglu",
+    "weight_gradient",
 ]

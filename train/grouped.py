@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.numerics import apply
-from .linear import WeightGradients, add_or_copy, narrow_product
+from ..kernels.weight_gradient import WeightGradient
+from .linear import WeightGradients
 from .parallel.experts import Groups
 
 
@@ -66,28 +67,24 @@ class _GroupedProject(torch.autograd.Function):
                 part_MI = grouped_mm(dy_MO.contiguous(), weight, ctx.groups)
                 dx_MI = part_MI if dx_MI is None else dx_MI.add_(part_MI)
             if weight.requires_grad:
-                ctx.queue.push(weight, _GroupedProduct(dy_MO, x_MI, ctx.groups))
+                ctx.queue.push(weight, _GroupedProduct(dy_MO, x_MI, ctx.groups, ctx.queue.weight_gradient))
         return (dx_MI, None, None, *(None for _ in grads))
 
 
 class _GroupedProduct:
-    """buffer[e] (+)= dy.T @ x over the rows of each expert e, in the buffer's dtype; an expert without rows adds zero.
+    """buffer[e] (+)= dy.T @ x over the rows of each expert e, by `op`; an expert without rows adds zero.
 
     A product per expert: a grouped one would round the sums to half precision, and wants counts of its own alignment.
     """
 
-    __slots__ = ("dy_MO", "groups", "x_MI")
+    __slots__ = ("dy_MO", "groups", "op", "x_MI")
 
-    def __init__(self, dy_MO: Tensor, x_MI: Tensor, groups: Groups) -> None:
-        self.dy_MO, self.x_MI, self.groups = dy_MO, x_MI, groups
+    def __init__(self, dy_MO: Tensor, x_MI: Tensor, groups: Groups, op: WeightGradient) -> None:
+        self.dy_MO, self.x_MI, self.groups, self.op = dy_MO, x_MI, groups, op
 
     def __call__(self, buffer_EOI: Tensor, holds_sum: bool) -> None:
         for rows, buffer_OI in zip(self.groups.slices(), buffer_EOI, strict=True):
-            dy_OM, x_MI = self.dy_MO[rows].t(), self.x_MI[rows]
-            if rows.start == rows.stop:
-                if not holds_sum:
-                    buffer_OI.zero_()
-            elif buffer_OI.dtype == dy_OM.dtype:
-                buffer_OI.addmm_(dy_OM, x_MI, beta=int(holds_sum))
-            else:
-                add_or_copy(narrow_product(dy_OM, x_MI, buffer_OI.dtype), buffer_OI, holds_sum)
+            if rows.start < rows.stop:
+                self.op(buffer_OI, self.dy_MO[rows], self.x_MI[rows], holds_sum)
+            elif not holds_sum:
+                buffer_OI.zero_()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.numerics import apply
+from ..kernels.weight_gradient import WeightGradient, weight_gradient
 from .parallel.tensor import Gathered, TensorAxis, enter, leave
 
 
@@ -66,6 +67,7 @@ class WeightGradients:
     Drains at once by default. With `is_deferred` the products wait until `drain`, which a schedule with a split
     backward pass calls where it would otherwise idle; inputs and output gradients stay alive until then.
 
+    weight_gradient: the op that forms products and adds them.
     product: (x [..., I], weight [O, I]) -> [..., O], by which `project` then multiplies instead of queueing anything:
     autograd accumulates its gradients of weights, and the sink takes them in the hook that it has for all parameters.
     """
@@ -75,9 +77,10 @@ class WeightGradients:
         sink: GradientSink | None = None,
         is_deferred: bool = False,
         product: Callable[[Tensor, Tensor], Tensor] | None = None,
+        weight_gradient: WeightGradient = weight_gradient,
     ) -> None:
         self.sink: GradientSink = sink or GradAttribute()
-        self.is_deferred, self.product = is_deferred, product
+        self.is_deferred, self.product, self.weight_gradient = is_deferred, product, weight_gradient
         self._waiting: deque[tuple[Tensor, Contribution]] = deque()
 
     def push(self, weight: Tensor, add: Contribution) -> None:
@@ -197,7 +200,7 @@ class _Project(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx_TI = dy_TO @ weight if dx_TI is None else dx_TI.addmm_(dy_TO, weight)
             if weight.requires_grad:
-                ctx.queue.push(weight, Product(dy_TO, x_TI))
+                ctx.queue.push(weight, Product(dy_TO, x_TI, ctx.queue.weight_gradient))
         if ctx.biases:
             _push_biases(ctx.queue, ctx.biases, grads)
         return (None if dx_TI is None else dx_TI.view_as(x), None, None, *(None for _ in grads))
@@ -232,7 +235,7 @@ class _ColumnParallel(torch.autograd.Function):
             dx_RI, reduced = axis.reduce(dx_TI)
         for dy_TO, weight in zip(grads, ctx.weights, strict=True):
             if weight.requires_grad:
-                queue.push(weight, Product(dy_TO, x_TI))
+                queue.push(weight, Product(dy_TO, x_TI, queue.weight_gradient))
         _push_biases(queue, ctx.biases, grads)
         if reduced is not None:
             reduced.wait()
@@ -257,7 +260,8 @@ class _RowParallel(torch.autograd.Function):
         dy_TO = Gathered(ctx.axis, dy_RO)
         dx_TI = dy_TO.wait() @ weight if ctx.needs_input_grad[0] else None
         if weight.requires_grad:
-            queue.push(weight, Product(Gathered(ctx.axis, dy_RO) if queue.is_deferred else dy_TO, x_TI))
+            dy = Gathered(ctx.axis, dy_RO) if queue.is_deferred else dy_TO
+            queue.push(weight, Product(dy, x_TI, queue.weight_gradient))
         if ctx.bias is not None:
             _push_biases(queue, (ctx.bias,), (dy_RO,))
         return dx_TI, None, None, None, None
@@ -283,12 +287,12 @@ def _push_biases(queue: WeightGradients, biases: Sequence[Tensor], grads: Iterab
 
 
 class Product:
-    """buffer (+)= dy.T @ x, in the buffer's dtype."""
+    """buffer (+)= dy.T @ x, in the buffer's dtype, by `op`."""
 
-    __slots__ = ("dy_TO", "x_TI")
+    __slots__ = ("dy_TO", "op", "x_TI")
 
-    def __init__(self, dy_TO: Tensor | Gathered, x_TI: Tensor | Gathered) -> None:
-        self.dy_TO, self.x_TI = dy_TO, x_TI
+    def __init__(self, dy_TO: Tensor | Gathered, x_TI: Tensor | Gathered, op: WeightGradient) -> None:
+        self.dy_TO, self.x_TI, self.op = dy_TO, x_TI, op
 
     def start(self) -> None:
         """Begin to gather what is to be gathered."""
@@ -297,14 +301,8 @@ class Product:
                 factor.start()
 
     def __call__(self, buffer: Tensor, holds_sum: bool) -> None:
-        dy, x_TI = self.dy_TO, self.x_TI
-        dy_OT = (dy.wait() if isinstance(dy, Gathered) else dy).t()
-        if isinstance(x_TI, Gathered):
-            x_TI = x_TI.wait()
-        if buffer.dtype == dy_OT.dtype:
-            buffer.addmm_(dy_OT, x_TI, beta=int(holds_sum))
-            return
-        add_or_copy(narrow_product(dy_OT, x_TI, buffer.dtype), buffer, holds_sum)
+        dy_TO, x_TI = (f.wait() if isinstance(f, Gathered) else f for f in (self.dy_TO, self.x_TI))
+        self.op(buffer, dy_TO, x_TI, holds_sum)
 
 
 class _RowSum:
@@ -317,13 +315,6 @@ class _RowSum:
 
     def __call__(self, buffer: Tensor, holds_sum: bool) -> None:
         add_or_copy(self.dy_TO.sum(0, dtype=buffer.dtype), buffer, holds_sum)
-
-
-def narrow_product(dy_OT: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of half-precision factors: on CUDA it leaves the accumulators unrounded, elsewhere rounded once."""
-    if dy_OT.is_cuda:
-        return torch.mm(dy_OT, x_TI, dtype)
-    return dy_OT @ x_TI
 
 
 class _Embed(torch.autograd.Function):

@@ -73,7 +73,7 @@ class Trainer:
     def __init__(self, config: Config, grid: Grid, context: RunContext, ops: Ops) -> None:
         """Use `build`."""
         self.config, self.grid, self.context, self.ops = config, grid, context, ops
-        self.queue, self.clock = WeightGradients(), Clock()
+        self.queue, self.clock = WeightGradients(weight_gradient=ops.weight_gradient), Clock()
         whole_table, specs = table_of(config, grid), stages_of(config, grid)
         self.table = whole_table.part(specs)
         stages = build_stages(config, grid, ops, self.queue, self.table, specs)

@@ -46,7 +46,8 @@ SMALL = Sizes(1, 24, 64, 4, 2, 16, 96, 500, 24, 10_000)
 
 def cases(sizes: Sizes) -> tuple[Case, ...]:
     """All of them."""
-    return (*_norms(sizes), *_pointwise(sizes), *_losses(sizes), *_experts(sizes), *_float8(sizes), *_optimizer(sizes))
+    parts = (_norms, _pointwise, _losses, _products, _experts, _float8, _optimizer)
+    return tuple(case for part in parts for case in part(sizes))
 
 
 def _norms(s: Sizes) -> Iterator[Case]:
@@ -104,6 +105,19 @@ def _rotate(interleaved: bool) -> Callable[[Function, list[Any]], tuple[Tensor, 
         return tuple(op(q, k, positions, frequencies, interleaved=interleaved, cos_sin=(cos, sin)))
 
     return call
+
+
+def _products(s: Sizes) -> Iterator[Case]:
+    def inputs(m: Maker) -> list[Any]:
+        total = m.normal(s.ffn, s.hidden, dtype=torch.float32)
+        return [total, m.normal(s.tokens, s.ffn, scale=s.tokens**-0.5), m.normal(s.tokens, s.hidden)]
+
+    def added(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
+        op(*v, True)
+        return (v[0],)
+
+    title, flops = f"{s.ffn} x {s.hidden} of {s.tokens} tokens", 2 * s.tokens * s.ffn * s.hidden
+    yield Case("weight_gradient", f"{title}, to float32", inputs, added, in_place=(0,), flops=flops)
 
 
 def _experts(s: Sizes) -> Iterator[Case]:

@@ -57,6 +57,7 @@ def test_the_ops_of_this_package():
         "cross_entropy_stats",
         "cross_entropy_grad",
         "linear_cross_entropy",
+        "weight_gradient",
         "dropout",
         "adamw",
         "l2norm",

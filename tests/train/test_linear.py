@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from stoker.kernels.reference import weight_gradient
+from stoker.train.grouped import grouped_linear
 from stoker.train.linear import WeightGradients, embed, linear, project
+from stoker.train.parallel.experts import Groups
 from torch import Tensor
 
 
@@ -54,6 +57,22 @@ def test_contributions_of_several_passes_add_up() -> None:
         linear(x, w, WeightGradients(recorder)).sum().backward()
     expected = torch.ones(9, 4, dtype=torch.float64).T @ torch.cat(xs)
     torch.testing.assert_close(recorder.buffers[w], expected.detach())
+
+
+def test_the_queues_op_forms_all_products_but_those_of_experts_without_rows() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def op(total: Tensor, grad_output: Tensor, x: Tensor, holds_sum: bool) -> None:
+        seen.append((*total.shape, len(x)))
+        weight_gradient(total, grad_output, x, holds_sum)
+
+    queue = WeightGradients(Recorder(), weight_gradient=op)
+    sum(y.sum() for y in project(torch.randn(2, 7, 6, dtype=torch.float64), weights(), queue)).backward()
+    assert seen == [(4, 6, 14), (3, 6, 14), (5, 6, 14)]
+    experts = torch.nn.Parameter(torch.randn(3, 4, 6, dtype=torch.float64))
+    groups = Groups((2, 0, 5), torch.tensor([2, 2, 7], dtype=torch.int32))
+    grouped_linear(torch.randn(7, 6, dtype=torch.float64), experts, groups, queue).sum().backward()
+    assert seen[3:] == [(4, 6, 2), (4, 6, 5)]
 
 
 def test_deferred_gradients_wait_for_the_drain_and_have_the_same_bits() -> None:

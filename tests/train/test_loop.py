@@ -179,6 +179,7 @@ def test_updates_use_the_mean_over_targets_that_count_and_clip_it(
     trainer = Trainer.build(config, single(), make_context(tmp_path))
     seen: list[Batch] = []
     trainer.model.register_forward_pre_hook(lambda _, args: (seen.append(mask_half(args[0])), (seen[-1], *args[1:]))[1])
+    assert trainer.queue.weight_gradient is trainer.ops.weight_gradient
     plain = whole_model(config.model, trainer.ops)
     plain.load_state_dict(trainer.model.state_dict())
     updates = spy_on_updates(trainer)

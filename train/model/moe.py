@@ -181,7 +181,7 @@ class _RouterLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None, None]:
         (x_TD,), weight_ED = ctx.saved_tensors, ctx.weight_ED
         if weight_ED.requires_grad:
-            ctx.queue.push(weight_ED, Product(grad_TE, x_TD.to(grad_TE.dtype)))
+            ctx.queue.push(weight_ED, Product(grad_TE, x_TD.to(grad_TE.dtype), ctx.queue.weight_gradient))
         return (grad_TE @ weight_ED.to(grad_TE.dtype)).to(x_TD.dtype), None, None
 
 

@@ -23,11 +23,12 @@ from ...kernels.cross_entropy import check_targets, exp_stats, exp_to_grad, loss
 from ...kernels.linear_cross_entropy import default_chunk
 from ...kernels.numerics import accumulate_dtype, apply
 from ...kernels.softcap import softcap_, softcap_slope
-from ..linear import Product, WeightGradients, embed, gradient_dtype
+from ..linear import WeightGradients, embed, gradient_dtype
 from .tensor import Gathered, TensorAxis
 
 if TYPE_CHECKING:
     from ...kernels.ops import Ops
+    from ...kernels.weight_gradient import WeightGradient
 
 
 def embed_tokens(
@@ -114,8 +115,8 @@ def vocabulary_loss(x_RD: Tensor, weight_VD: Tensor, targets_T: Tensor, loss: Vo
 class _Gradients:
     """Of an objective multiplied with `factor`: dx is written chunk by chunk, dweight summed in their order."""
 
-    def __init__(self, x_TD: Tensor, weight_VD: Tensor, factor: float) -> None:
-        self.x_TD = torch.empty_like(x_TD)
+    def __init__(self, x_TD: Tensor, weight_VD: Tensor, factor: float, op: WeightGradient) -> None:
+        self.x_TD, self._op = torch.empty_like(x_TD), op
         self.weight_VD: Tensor | None = None
         if weight_VD.requires_grad:
             self.weight_VD = torch.empty(weight_VD.shape, dtype=gradient_dtype(x_TD.dtype), device=x_TD.device)
@@ -125,7 +126,7 @@ class _Gradients:
     def add(self, x_TD: Tensor, weight_VD: Tensor, tokens: slice, grad_NV: Tensor) -> None:
         torch.mm(grad_NV, weight_VD, out=self.x_TD[tokens])
         if self.weight_VD is not None:
-            Product(grad_NV, x_TD[tokens])(self.weight_VD, self._holds_sum)
+            self._op(self.weight_VD, grad_NV, x_TD[tokens], self._holds_sum)
             self._holds_sum = True
 
 
@@ -247,7 +248,8 @@ class _Loss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         (weight_VD,) = weights
         x_TD = Gathered(loss.axis, x_RD).wait()
-        gradients = _Gradients(x_TD, weight_VD, loss.token_grad) if is_ahead and loss.token_grad else None
+        op = loss.ops.weight_gradient
+        gradients = _Gradients(x_TD, weight_VD, loss.token_grad, op) if is_ahead and loss.token_grad else None
         objective, cross_entropy = _sweep(x_TD, weight_VD, targets_T, loss, gradients).unbind()
         ctx.loss, ctx.weight = loss, weight_VD
         if gradients is None:
@@ -269,7 +271,7 @@ class _Loss(torch.autograd.Function):
         else:
             x_RD, targets_T = ctx.saved_tensors
             x_TD = Gathered(loss.axis, x_RD).wait()
-            gradients = _Gradients(x_TD, ctx.weight, 1.0)
+            gradients = _Gradients(x_TD, ctx.weight, 1.0, loss.ops.weight_gradient)
             _sweep(x_TD, ctx.weight, targets_T, loss, gradients)
             (dx_RD, reduced), dweight_VD = loss.axis.reduce(gradients.x_TD), gradients.weight_VD
             factor = grad
