@@ -304,7 +304,7 @@ class KernelsConfig:
     cross_entropy_stats: str | None = None  # of one shard of the vocabulary
     cross_entropy_grad: str | None = None  # of one shard of the vocabulary
     linear_cross_entropy: str | None = None  # last projection and loss, without all logits in memory
-    weight_gradient: str | None = None  # of linear layers, added to a sum
+    weight_gradient: str | None = None  # gradients of weights, added to their sum
     dropout: str | None = None  # dropout with addressed random bits
     adamw: str | None = None  # update of many tensors
     l2norm: str | None = None  # norm of many tensors
