@@ -65,11 +65,11 @@ def test_an_agent_in_a_container_outlives_preemption_and_a_power_cut(
     command = ",".join(f"'{word}'" for word in words)
     container = ["container.runtime=command", f"container.command=[{command}]"]
     container += ["container.python=/opt/other/bin/python3", "plugins=[my_probe]"]
-    run = lab.launch("inside", *container, cwd=project)
+    run = lab.launch("inside", *container, cwd=project, failpoints="step:pause-150")
     run.wait_step(12)
     lab.cluster.preempt(run.job_id)
-    run.wait_outcome(1)
-    run.wait_step(25)
+    # By then the second attempt works, on nodes of its own, and has steps left.
+    run.wait_step(run.wait_outcome(1).step + 3)
     victim = run.nodes()[1]
     lab.cluster.crash(victim)
     assert run.wait_end().cause is Cause.FINISHED, run.story()
