@@ -148,6 +148,9 @@ def lab(isolated_cluster: Cluster, lab_on: Callable[[Cluster], Lab]) -> Iterator
     ids = isolated_cluster.run(["squeue", "-h", "-o", "%A"], check=False).stdout.split()
     if ids:
         isolated_cluster.run(["scancel", *ids], check=False)
+    for node in isolated_cluster.nodes():
+        if not isolated_cluster.processes_on(node):
+            isolated_cluster.restart_node(node)
     for node, state in isolated_cluster.node_states().items():
         if "down" in state or "drain" in state:
             isolated_cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"], check=False)

@@ -110,9 +110,9 @@ class Hands:
         self._stopping.set()
         return self._now(*args, **rest)
 
-    def finish(self) -> None:
+    def finish(self, *args: Any, **rest: Any) -> None:
         self._stopping.set()
-        self._finish()
+        self._finish(*args, **rest)
 
     def failpoint(self, name: str, step: int, **_: int) -> None:
         """In the writer's thread."""
