@@ -39,10 +39,13 @@ class Measured:
 
 
 def write(measured: Measured, folder: Path | None = None) -> Path:
-    """In place of earlier results for the device; folder: default: the user's cache. Returns the file."""
+    """In place of earlier results for the same ops; all, where device, torch or object are others. folder: default: the
+    user's cache. Returns the file."""
     folder = user_cache() if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**vars(measured), "results": measured.results}, indent=1) + "\n"
+    before = read(measured.device, measured.library, [folder]) if measured.torch == torch.__version__ else None
+    results = {**(before.results if before else {}), **measured.results}
+    text = json.dumps({**vars(measured), "results": results}, indent=1) + "\n"
     handle, name = tempfile.mkstemp(prefix=".tmp-", dir=folder)
     try:
         with open(handle, "w", encoding="utf-8") as file:

@@ -40,7 +40,8 @@ def _time_for(state: State, left: float | None) -> Save:
     medians = [r.median for r in state.ranks.values() if r.median]
     save = state.save_seconds or UNKNOWN_SAVE / 1.5
     needed = 3 * (median(medians) if medians else 0.0) + 1.5 * save
-    if left is None or left >= needed + save:
+    # Which of two is given up is a matter of the time there really is; a last one is tried all the same.
+    if left is None or left - END_MARGIN >= needed + save:
         return Save.BOTH
     return Save.OWN if left >= needed else Save.UNDER_WAY
 

@@ -62,15 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(results, device, roof, dtype))
     if options.json:
         options.json.write_text(json.dumps(as_json(results, device, roof), indent=1) + "\n", encoding="utf-8")
-    is_kept = device.capability is None or options.small or _keep(to_keep(results, device))
+    is_kept = device.capability is None or options.small or _keep(to_keep(results, device), dtype)
     wrong = [r for r in results if r.verdict is not None and not r.verdict.is_right]
     for r in wrong:
         print(f"stoker bench kernels: error: {_wrong(r)}", file=sys.stderr)
     return 0 if is_kept and not wrong else 1
 
 
-def _keep(found: measured.Measured) -> bool:
+def _keep(found: measured.Measured, dtype: torch.dtype) -> bool:
     """For `auto`; what was measured is printed all the same."""
+    if dtype != torch.bfloat16:
+        print("not kept for kernels=auto, which goes by the times of bfloat16")
+        return True
     try:
         print(f"kept for kernels=auto: {measured.write(found)}")
     except OSError as e:
@@ -178,6 +181,8 @@ def _error(r: Result) -> str:
 def _op(text: str) -> str:
     if text not in OP_NAMES:
         raise argparse.ArgumentTypeError(f"{text}: no such op{nearest(text, OP_NAMES)}")
+    if text not in {case.op for case in cases(SMALL)}:
+        raise argparse.ArgumentTypeError(f"{text}: is not measured; kernels=auto takes the first that is there")
     return text
 
 

@@ -115,9 +115,10 @@ def _run(plan: NodePlan, body: Callable[[NodePlan, socket.socket], None], waitin
 
 def _may_start(waiting: socket.socket) -> bool:
     """Say that the node is made, wait for the word to go on; False if nobody is there to give it."""
-    with waiting:
+    with waiting, contextlib.suppress(OSError):
         waiting.send(b"m")
         return bool(waiting.recv(1))
+    return False
 
 
 def _plain(plan: NodePlan, waiting: socket.socket) -> None:

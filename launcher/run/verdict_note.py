@@ -17,6 +17,7 @@ from .layout import CheckpointName, RunDir
 from .manifest import MANIFEST, InvalidCheckpointError, Manifest, check_sizes, read_manifest
 
 VERIFIED = "verified.json"
+Stamps = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class VerdictNote:
     damage: str | None
 
 
-def write_note(directory: Path, manifest: Manifest, note: VerdictNote) -> None:
-    """Note it beside the manifest, for the files as they are now.
+def write_note(directory: Path, manifest: Manifest, note: VerdictNote, stamps: Stamps) -> None:
+    """Note it beside the manifest. stamps: of the files as they were before they were read.
 
     Raises:
         OSError: it cannot be written.
     """
     fields = {"time": note.time, "name": str(manifest.name), "damage": note.damage}
-    write_json(directory / VERIFIED, fields | {"files": _stamps(directory, manifest)})
+    write_json(directory / VERIFIED, fields | {"files": stamps})
 
 
 def read_note(directory: Path, manifest: Manifest) -> VerdictNote | None:
@@ -42,7 +43,7 @@ def read_note(directory: Path, manifest: Manifest) -> VerdictNote | None:
     try:
         with open(f"{directory}/{VERIFIED}", "rb") as f:
             raw = json.loads(f.read())
-        if raw["files"] != _stamps(directory, manifest):
+        if raw["files"] != stamps_of(directory, manifest):
             return None
         damage = raw.get("damage")
         return VerdictNote(float(raw["time"]), None if damage is None else str(damage))
@@ -56,7 +57,7 @@ def is_known_bad(directory: Path, manifest: Manifest) -> bool:
     return note is not None and note.damage is not None
 
 
-def _stamps(directory: Path, manifest: Manifest) -> dict[str, list[int]]:
+def stamps_of(directory: Path, manifest: Manifest) -> Stamps:
     """Size and time of each file, the manifest's own too; of those that lie elsewhere, the manifest says enough."""
     stamps = {}
     for name in [MANIFEST, *(f.name for f in manifest.files)]:

@@ -33,7 +33,7 @@ from .manifest import (
     read_manifest,
     shard_name,
 )
-from .verdict_note import VERIFIED, VerdictNote, write_note
+from .verdict_note import VERIFIED, VerdictNote, stamps_of, write_note
 
 Read = Callable[[str, int, int], bytes]  # (file, at, size) -> so many bytes; raises OSError; called by several threads
 Seen = Callable[[int], object]  # called with the bytes that have been checked since, by any thread
@@ -258,12 +258,14 @@ def verify_directory(
     except InvalidCheckpointError as e:
         problem = str(e).removeprefix(f"{directory}/{MANIFEST}: ").removeprefix(f"{directory}: ")
         return Verdict(directory, 0, 0.0, (Damage(MANIFEST, 0, 0, None, problem, ()),))
+    stamps = stamps_of(directory, manifest)
     damage, note = _damage(directory, manifest, seen, threads, read), ""
     seconds = time.monotonic() - began
     lasting = [d for d in damage if not d.is_unread]
     try:
         if lasting or not damage:  # else nothing is known, and what was noted before stands
-            write_note(directory, manifest, VerdictNote(time.time(), str(lasting[0]) if lasting else None))
+            verdict = VerdictNote(time.time(), str(lasting[0]) if lasting else None)
+            write_note(directory, manifest, verdict, stamps)
     except OSError as e:
         note = f"not noted in {VERIFIED} beside it: {e.strerror}"
     return Verdict(directory, sum(f.size for f in manifest.files), seconds, damage, note)

@@ -23,8 +23,11 @@ def test_results_are_found_again(tmp_path: Path) -> None:
         "library": "abc",
         "results": {"rmsnorm": {"native": 10.5, "reference": 40.0}},
     }
-    write(replace(H200, results={}), tmp_path / "cache")
-    assert read("NVIDIA H200", "abc", [tmp_path / "cache"]) == replace(H200, results={})
+    rope = {"rope": {"native": 3.0}}
+    write(replace(H200, results=rope), tmp_path / "cache")
+    assert read("NVIDIA H200", "abc", [tmp_path / "cache"]) == replace(H200, results={**H200.results, **rope})
+    write(replace(H200, results=rope, library="new"), tmp_path / "cache")
+    assert read("NVIDIA H200", "new", [tmp_path / "cache"]) == replace(H200, results=rope, library="new")
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 

@@ -287,7 +287,7 @@ def test_a_save_that_was_slow_beside_training_does_not_keep_a_stop_from_saving()
 
 @pytest.mark.parametrize(
     ("left", "save"),
-    [(89.0, Save.UNDER_WAY), (91.0, Save.OWN), (149.0, Save.OWN), (151.0, Save.BOTH), (None, Save.BOTH)],
+    [(89.0, Save.UNDER_WAY), (91.0, Save.OWN), (157.0, Save.OWN), (159.0, Save.BOTH), (None, Save.BOTH)],
 )
 def test_a_stop_saves_what_there_is_time_for(left: float | None, save: Save) -> None:
     """A minute each, and half of one to spare."""

@@ -73,8 +73,9 @@ def sweep_unfinished(folder: Path) -> None:
 
 
 def _is_left(directory: Path, machine: str, pid: int, start: int) -> bool:
-    """Whether nobody works on it any more. Of another machine's process only its files tell."""
-    if machine == _machine():
+    """Whether nobody works on it any more. Of another machine's process only its files tell, and of another user's,
+    which may not be seen here."""
+    if machine == _machine() and os.lstat(directory).st_uid == os.geteuid():
         return start_ticks(pid) != start
     last = max(os.lstat(p).st_mtime for p in (directory, *directory.rglob("*")))
     return now_at(directory.parent) - last > _SILENT

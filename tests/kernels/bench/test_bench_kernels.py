@@ -99,10 +99,23 @@ def test_the_command_prints_a_table_writes_json_and_keeps_nothing_of_a_cpu(tmp_p
     assert measured.read("cpu", "") is None
 
 
+def test_times_of_another_dtype_than_a_run_multiplies_in_are_not_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _keep(measured.Measured("NVIDIA H100", torch.__version__, "", {"rope": {"native": 1.0}}), torch.float32)
+    assert list(tmp_path.iterdir()) == []
+    assert "not kept" in capsys.readouterr().out
+
+
+def test_an_op_that_is_not_measured_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["attention"])
+    assert "attention: is not measured; kernels=auto takes the first that is there" in capsys.readouterr().err
+
+
 def test_results_that_cannot_be_kept_are_an_error_with_what_to_do(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert _keep(measured.Measured("NVIDIA H100", "2.13", "", {})) is False
+    assert _keep(measured.Measured("NVIDIA H100", "2.13", "", {}), torch.bfloat16) is False
     assert capsys.readouterr().err == (
         f"stoker bench kernels: error: not kept for kernels=auto: {tmp_path}/file/stoker/kernels: Not a directory; "
         "XDG_CACHE_HOME=DIRECTORY names another place\n"

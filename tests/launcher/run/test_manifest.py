@@ -15,7 +15,7 @@ import pytest
 from stoker.launcher.run import manifest as m
 from stoker.launcher.run.layout import CheckpointName, RunDir
 from stoker.launcher.run.manifest import BLOCK, InvalidCheckpointError, Manifest
-from stoker.launcher.run.verdict_note import VERIFIED, newest_valid
+from stoker.launcher.run.verdict_note import VERIFIED, newest_valid, read_note
 from stoker.launcher.run.verification import verify, verify_directory
 
 SHARD = "shard-00000.safetensors"
@@ -175,6 +175,12 @@ def test_a_read_error_makes_it_invalid_names_the_file_and_is_not_noted_as_damage
         verify(checkpoint)
     assert not verify_directory(checkpoint).is_good
     assert not (checkpoint / VERIFIED).exists()  # the next try may go well
+
+
+def test_what_is_written_while_it_is_read_is_not_what_was_verified(checkpoint: Path) -> None:
+    written = b"x" + (checkpoint / SHARD).read_bytes()[1:]
+    assert verify_directory(checkpoint, seen=lambda _: (checkpoint / SHARD).write_bytes(written)).is_good
+    assert read_note(checkpoint, m.read_manifest(checkpoint)) is None
 
 
 def test_newest_valid_passes_over_what_is_damaged_and_what_is_skipped(tmp_path: Path) -> None:

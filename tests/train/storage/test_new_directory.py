@@ -17,14 +17,17 @@ def begun_by_another(path: Path) -> int:
     ready, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with new_directory(path) as unfinished:
-            unfinished.mkdir()
-            (unfinished / "half").write_bytes(b"x")
-            os.write(tell, b".")
-            signal.pause()
-    os.read(ready, 1)
-    os.close(ready)
+        try:
+            with new_directory(path) as unfinished:
+                unfinished.mkdir()
+                (unfinished / "half").write_bytes(b"x")
+                os.write(tell, b".")
+                signal.pause()
+        finally:
+            os._exit(1)
     os.close(tell)
+    assert os.read(ready, 1) == b"."
+    os.close(ready)
     return pid
 
 
@@ -71,6 +74,15 @@ def test_another_machines_goes_when_it_has_been_silent_for_a_day(
         os.utime(path, (1e9, 1e9))
     sweep_unfinished(tmp_path)
     assert [name.split(".")[1] for name in names(tmp_path)] == ["tmp-new"]
+
+
+def test_another_users_is_left_alone_whose_processes_may_not_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill(begun_by_another(tmp_path / "theirs"))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    sweep_unfinished(tmp_path)
+    assert len(names(tmp_path)) == 1
 
 
 def test_other_names_stay(tmp_path: Path) -> None:
