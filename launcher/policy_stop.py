@@ -40,10 +40,12 @@ def _time_for(state: State, left: float | None) -> Save:
     medians = [r.median for r in state.ranks.values() if r.median]
     save = state.save_seconds or UNKNOWN_SAVE / 1.5
     needed = 3 * (median(medians) if medians else 0.0) + 1.5 * save
-    # Which of two is given up is a matter of the time there really is; a last one is tried all the same.
-    if left is None or left - END_MARGIN >= needed + save:
+    if left is None:
         return Save.BOTH
-    return Save.OWN if left >= needed else Save.UNDER_WAY
+    if left < needed:
+        return Save.UNDER_WAY
+    # One in flight is given up only where that leaves time for the stop's own, by when the workers are killed.
+    return Save.OWN if save <= left - END_MARGIN < needed + save else Save.BOTH
 
 
 def warned(state: State, e: Warned) -> Decision:

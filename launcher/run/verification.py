@@ -53,7 +53,7 @@ class Damage:
     block: int | None  # None: the file as a whole
     problem: str
     tensors: tuple[str, ...]  # names of the logical tensors that have bytes there; () if the index does not say
-    is_unread: bool = False  # the storage gave an error: it may be another one's, or over at the next try
+    is_unread: bool = False  # the storage gave an error, or has no such file: that may be over at the next try
 
     def __str__(self) -> str:
         return f"{self.file}: {self.problem}"
@@ -119,7 +119,7 @@ def _check_small(f: FileEntry, read: Read, content: dict[str, bytes]) -> Damage 
     try:
         data = read(f.name, 0, f.size)
     except OSError as e:
-        return Damage(f.name, 0, f.size, None, e.strerror or str(e), (), _may_pass(e))
+        return Damage(f.name, 0, f.size, None, e.strerror or str(e), (), is_unread=True)
     if len(data) != f.size:
         return Damage(f.name, 0, f.size, None, f"{len(data)} bytes, expected {f.size}", ())
     if zlib.crc32(data) != f.crc32:
@@ -134,7 +134,7 @@ def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen, 
     try:
         data = memoryview(read(f.name, at, size))
     except OSError as e:
-        return [Damage(f.name, at, size, at // BLOCK, f"from byte {at}: {e.strerror or e}", (), _may_pass(e))]
+        return [Damage(f.name, at, size, at // BLOCK, f"from byte {at}: {e.strerror or e}", (), is_unread=True)]
     found: list[Damage] = []
     for begin in range(0, size, BLOCK):
         number, end = (at + begin) // BLOCK, min(begin + BLOCK, size)
@@ -147,10 +147,6 @@ def _check_piece(f: FileEntry, sidecar: bytes, at: int, read: Read, seen: Seen, 
             found.append(Damage(f.name, at + begin, end - begin, number, problem, ()))
     seen(size)
     return found
-
-
-def _may_pass(error: OSError) -> bool:
-    return not isinstance(error, FileNotFoundError)
 
 
 def parse_index(data: bytes, bounds: Bounds) -> list[dict[str, Any]]:

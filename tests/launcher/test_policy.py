@@ -285,6 +285,12 @@ def test_a_save_that_was_slow_beside_training_does_not_keep_a_stop_from_saving()
     assert s.feed(warned(80.0)) == [p.Propose(1, 9, Save.BOTH)]
 
 
+def test_a_save_in_flight_is_not_given_up_for_one_that_would_be_killed() -> None:
+    s = Scene().running(step=7)
+    s.feed(s.report(0, "checkpoint_saved", step=5, seconds=10.0))
+    assert s.feed(warned(17.0)) == [p.Propose(1, 9, Save.BOTH)]  # 9 s until then
+
+
 @pytest.mark.parametrize(
     ("left", "save"),
     [(89.0, Save.UNDER_WAY), (91.0, Save.OWN), (157.0, Save.OWN), (159.0, Save.BOTH), (None, Save.BOTH)],
