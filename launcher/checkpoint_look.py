@@ -101,9 +101,8 @@ def look_into(directory: Path, name: CheckpointName, is_glance: bool = False) ->
     note = read_note(directory, manifest)
     if note is None:
         return Found(name, directory, Health.VALID, "", manifest.time, size, loss, None, elsewhere)
-    if note.damage is not None:
-        problem = f"verify found {note.damage}"
-        return Found(name, directory, Health.DAMAGED, problem, manifest.time, size, loss, None, elsewhere)
+    if note.problem is not None:
+        return Found(name, directory, Health.DAMAGED, note.problem, manifest.time, size, loss, None, elsewhere)
     return Found(name, directory, Health.VERIFIED, "", manifest.time, size, loss, note.time, elsewhere)
 
 

@@ -49,14 +49,14 @@ def main(argv: list[str]) -> int:
         raise environment_error(str(e)) from e
     tensors, bad_index = index_lines(directory, manifest)
     note = read_note(directory, manifest)
-    noted = f"verify found {note.damage}" if note is not None and note.damage is not None else None
-    problem = problem_of(directory, manifest) or bad_index or noted
+    problem = problem_of(directory, manifest) or bad_index or (note.problem if note is not None else None)
+    verified = note.time if note is not None and note.problem is None else None
     chosen = [t for t in tensors if arguments.tensors is None or fnmatchcase(t["name"], arguments.tensors)]
     if arguments.json:
         listed = chosen if arguments.tensors is not None else None
-        print(json.dumps(_as_json(directory, manifest, problem, tensors, listed), allow_nan=False))
+        print(json.dumps(_as_json(directory, manifest, problem, verified, tensors, listed), allow_nan=False))
     else:
-        print("\n".join(_text(directory, manifest, problem, tensors)))
+        print("\n".join(_text(directory, manifest, problem, verified, tensors)))
         if arguments.tensors is not None:
             table = ["their names lie with the bytes"] if manifest.location else _table(chosen)
             print("\n".join(["", *table]))
@@ -88,14 +88,14 @@ def index_lines(directory: Path, manifest: Manifest) -> tuple[list[dict[str, Any
         return [], f"{directory / INDEX}: {e}"
 
 
-def verified_at(directory: Path, manifest: Manifest) -> float | None:
-    """When all of it was found good."""
-    note = read_note(directory, manifest)
-    return None if note is None or note.damage is not None else note.time
-
-
-def _text(directory: Path, manifest: Manifest, problem: str | None, tensors: Sequence[Mapping[str, Any]]) -> list[str]:
-    state, loss, verified = manifest.state, validation_of(manifest), verified_at(directory, manifest)
+def _text(
+    directory: Path,
+    manifest: Manifest,
+    problem: str | None,
+    verified: float | None,
+    tensors: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    state, loss = manifest.state, validation_of(manifest)
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     written += f", {duration(time.time() - manifest.time)} ago"
     health = "valid at a look" if problem is None else f"DAMAGED: {problem}"
@@ -174,6 +174,7 @@ def _as_json(
     directory: Path,
     manifest: Manifest,
     problem: str | None,
+    verified: float | None,
     tensors: Sequence[Mapping[str, Any]],
     listed: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _as_json(
         "attempt": manifest.attempt,
         "generation": manifest.generation,
         "time": manifest.time,
-        "verified": verified_at(directory, manifest),
+        "verified": verified,
         "problem": problem,
         "layout": manifest.layout,
         "state": manifest.state,

@@ -27,6 +27,11 @@ class VerdictNote:
     time: float  # Unix seconds
     damage: str | None
 
+    @property
+    def problem(self) -> str | None:
+        """For a person."""
+        return None if self.damage is None else f"verify found {self.damage}"
+
 
 def write_note(directory: Path, manifest: Manifest, note: VerdictNote, stamps: Stamps) -> None:
     """Note it beside the manifest. stamps: of the files as they were before they were read.
