@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..dispatch import nearest
 from ..native import ready
 from ..native.cache import user_cache
 from ..ops import OP_NAMES
-from .case import Case
+from .case import Case, Function
 from .cases import LARGE, SMALL, cases
-from .contenders import LIGER, TORCH, compiled, others, ours
+from .contenders import OTHERS, compiled, others, ours
 from .measure import Plan, Result, measure
 from .timing import copy_bandwidth, matmul_rate
 
@@ -39,6 +39,14 @@ class Roof:
     rate: float
 
 
+@dataclass(frozen=True)
+class Found:
+    """results: in the order of the cases. left_out: case and contender, for which there was no time."""
+
+    results: Sequence[Result]
+    left_out: Sequence[str] = ()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     began = time.monotonic()
@@ -49,19 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem is not None:
             print(f"stoker bench kernels: {problem}", file=sys.stderr)
     dtype = DTYPES[options.dtype]
-    plan = Plan(torch_device, dtype, options.rounds, not options.no_check, options.seed, _say)
+    plan = Plan(torch_device, dtype, options.rounds, is_checked=not options.no_check, seed=options.seed, say=_say)
     roof = Roof(copy_bandwidth(torch_device), matmul_rate(torch_device, dtype))
     sizes = SMALL if torch_device.type == "cpu" or options.small else LARGE
-    results = run(
-        [case for case in cases(sizes) if not options.ops or case.op in options.ops],
-        device,
-        plan,
-        with_compiler=not options.no_compile,
-        deadline=began + 60 * options.minutes,
-    )
-    print(table(results, device, roof, dtype))
+    chosen = [case for case in cases(sizes) if not options.ops or case.op in options.ops]
+    found = run(chosen, device, plan, not options.no_compile, began + 60 * options.minutes)
+    results = found.results
+    print(table(found, device, roof, dtype))
     if options.json:
-        options.json.write_text(json.dumps(as_json(results, device, roof), indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(as_json(found, device, roof), indent=1) + "\n", encoding="utf-8")
     is_kept = device.capability is None or options.small or _keep(to_keep(results, device), dtype)
     wrong = [r for r in results if r.verdict is not None and not r.verdict.is_right]
     for r in wrong:
@@ -88,25 +92,29 @@ def _keep(found: measured.Measured, dtype: torch.dtype) -> bool:
 
 def run(
     chosen: Sequence[Case], device: Device, plan: Plan, with_compiler: bool = True, deadline: float = float("inf")
-) -> list[Result]:
-    """deadline: on time.monotonic's clock; cases that would begin after it are left out, with a line."""
-    results: list[Result] = []
-    for case in chosen:
-        if time.monotonic() > deadline:
-            plan.say(f"{case.op}, {case.title}: left out, the time is over")
-            continue
-        contenders = {**ours(case.op, device), **(compiled(case.op) if with_compiler else {}), **others(case.op)}
-        for result in measure(case, contenders, (TORCH, LIGER), plan):
-            plan.say(_line(result))
-            results.append(result)
-    return results
+) -> Found:
+    """deadline: on time.monotonic's clock; nothing begins after it. The compiler's turn comes when all else has been
+    measured, as it takes most of the time."""
+    results: list[list[Result]] = [[] for _ in chosen]
+    left_out = []
+    turns: list[Callable[[str], dict[str, Function]]] = [lambda op: {**ours(op, device), **others(op)}]
+    for turn in [*turns, compiled] if with_compiler else turns:
+        for case, own in zip(chosen, results, strict=True):
+            for name, function in turn(case.op).items():
+                if time.monotonic() > deadline:
+                    left_out.append(f"{case.op}, {case.title}: {name}")
+                    plan.say(f"{left_out[-1]}: left out, the time is over")
+                    continue
+                own.append(measure(case, name, function, plan))
+                plan.say(_line(own[-1]))
+    return Found([result for own in results for result in own], left_out)
 
 
 def to_keep(results: Sequence[Result], device: Device) -> measured.Measured:
     """Microseconds of both directions, summed over an op's cases, of implementations right and measured in all."""
     times: dict[str, dict[str, float]] = {}
     for op in dict.fromkeys(r.op for r in results):
-        of_op = [r for r in results if r.op == op and r.contender not in (TORCH, LIGER)]
+        of_op = [r for r in results if r.op == op and r.contender not in OTHERS]
         failed = {r.contender for r in of_op if r.error or (r.verdict is not None and not r.verdict.is_right)}
         for name in dict.fromkeys(r.contender for r in of_op if r.contender not in failed):
             mine = [r.microseconds for r in of_op if r.contender == name]
@@ -115,18 +123,18 @@ def to_keep(results: Sequence[Result], device: Device) -> measured.Measured:
     return measured.Measured(device.name, torch.__version__, ready.name(device.capability), times)
 
 
-def table(results: Sequence[Result], device: Device, roof: Roof, dtype: torch.dtype) -> str:
+def table(found: Found, device: Device, roof: Roof, dtype: torch.dtype) -> str:
     """Rows by case; of the roof: bytes that must move over time, over the copy's bandwidth, or flops over matmul's."""
     lines = [
         f"{device}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}",
         f"copy {roof.bandwidth / 1e9:.0f} GB/s (read + written), matmul {roof.rate / 1e12:.1f} TFLOP/s",
         "",
-        f"{'op':<22}{'sizes':<44}{'':<13}{'forward us':>11}{'of roof':>9}"
+        f"{'op':<22}{'sizes':<48}{'':<13}{'forward us':>11}{'of roof':>9}"
         + f"{'backward us':>13}{'of roof':>9}{'error':>10}",
     ]
     last = ""
-    for r in results:
-        head = f"{r.op:<22}{r.title:<44}"
+    for r in found.results:
+        head = f"{r.op:<22}{r.title:<48}"
         shown, last = (" " * len(head) if head == last else head), head
         if r.error:
             lines.append(f"{shown}{r.contender:<13}{r.error}")
@@ -136,6 +144,7 @@ def table(results: Sequence[Result], device: Device, roof: Roof, dtype: torch.dt
             wide = 11 if times is r.forward else 13
             cells.append(f"{1e6 * times[0]:>{wide}.1f}{share:>9.0%}" if times else " " * (wide + 9))
         lines.append(f"{shown}{''.join(cells)}{_error(r):>10}".rstrip())
+    lines += [f"left out, the time was over: {what}" for what in found.left_out]
     return "\n".join(lines)
 
 
@@ -143,24 +152,34 @@ def forward_share(r: Result, roof: Roof) -> float:
     """Of the roof."""
     if r.forward is None:
         return 0.0
-    least = r.flops / roof.rate if r.flops else r.forward_bytes / roof.bandwidth
-    return least / r.forward[0]
+    return _least(r.flops, r.forward_bytes, roof) / r.forward[0]
 
 
 def backward_share(r: Result, roof: Roof) -> float:
-    """Of the roof; of ops bound by arithmetic both directions together, in the forward column."""
-    if r.backward is None or r.flops:
+    """Of the roof; 0 of ops that form their gradients on the way forward, and have their part in there."""
+    if r.backward is None or (r.flops and not r.backward_flops):
         return 0.0
-    return r.backward_bytes / roof.bandwidth / r.backward[0]
+    return _least(r.backward_flops, r.backward_bytes, roof) / r.backward[0]
 
 
-def as_json(results: Sequence[Result], device: Device, roof: Roof) -> dict[str, Any]:
+def _least(flops: int, moved: int, roof: Roof) -> float:
+    """Seconds."""
+    return flops / roof.rate if flops else moved / roof.bandwidth
+
+
+def as_json(found: Found, device: Device, roof: Roof) -> dict[str, Any]:
     """Plain values, seconds and bytes."""
     rows = [
         {**asdict(r), "forward_of_roof": forward_share(r, roof), "backward_of_roof": backward_share(r, roof)}
-        for r in results
+        for r in found.results
     ]
-    return {"device": asdict(device), "torch": torch.__version__, "roof": asdict(roof), "results": rows}
+    return {
+        "device": asdict(device),
+        "torch": torch.__version__,
+        "roof": asdict(roof),
+        "results": rows,
+        "left_out": list(found.left_out),
+    }
 
 
 def _line(r: Result) -> str:
@@ -181,8 +200,6 @@ def _error(r: Result) -> str:
 def _op(text: str) -> str:
     if text not in OP_NAMES:
         raise argparse.ArgumentTypeError(f"{text}: no such op{nearest(text, OP_NAMES)}")
-    if text not in {case.op for case in cases(SMALL)}:
-        raise argparse.ArgumentTypeError(f"{text}: is not measured; kernels=auto takes the first that is there")
     return text
 
 

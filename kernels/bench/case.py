@@ -37,9 +37,10 @@ class Maker:
 class Case:
     """title: sizes, for people. make: the op's tensors (lists for multi-tensor ops). call: the op on them; returns what
     is to be compared, first of all outputs that gradients can start from. gradients: positions of tensors that have
-    one. reads: positions of the inputs that a backward pass cannot do without. exact: the same in float64, from inputs
-    widened by `widened`; None: `call` with the reference. in_place: positions of what the op overwrites. flops: of the
-    forward pass; 0: bound by memory.
+    one. reads: positions of the inputs that a backward pass cannot do without. exact: what is wanted, from the inputs,
+    or where there are gradients from float64 copies of them; None: `call` with the reference on such copies. in_place:
+    positions of what the op overwrites. flops, backward_flops: of either pass, 0: bound by memory; an op that forms
+    its gradients on the way forward has them in `flops`.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Case:
     exact: Callable[[list[Any]], tuple[Tensor, ...]] | None = None
     in_place: tuple[int, ...] = ()
     flops: int = 0
+    backward_flops: int = 0
     tolerance: float = 0.0  # in place of the dtype's
 
 

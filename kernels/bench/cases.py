@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..attention import chunked_attention
 from ..rope import rope_cos_sin
 from ..rounding import RoundingAddress
 from .case import Case, Function, Maker, widened
@@ -46,7 +47,7 @@ SMALL = Sizes(1, 24, 64, 4, 2, 16, 96, 500, 24, 10_000)
 
 def cases(sizes: Sizes) -> tuple[Case, ...]:
     """All of them."""
-    parts = (_norms, _pointwise, _losses, _products, _experts, _float8, _optimizer)
+    parts = (_norms, _pointwise, _attention, _losses, _products, _experts, _float8, _optimizer)
     return tuple(case for part in parts for case in part(sizes))
 
 
@@ -98,6 +99,14 @@ def _pointwise(s: Sizes) -> Iterator[Case]:
         yield Case(op, f"{s.tokens} x {s.ffn}", gated, lambda f, v: (f(v[0], v[1]),), (0, 1), (0, 1))
     yield Case("gelu", f"{s.tokens} x {s.ffn}", lambda m: gated(m)[:1], lambda f, v: (f(v[0]),), (0,), (0,))
 
+    def rows(m: Maker) -> list[Any]:
+        return [m.normal(s.tokens, s.hidden), torch.arange(s.tokens, device=m.device)]
+
+    # The gradient's mask is drawn again from the rows' numbers.
+    yield Case(
+        "dropout", f"{s.tokens} x {s.hidden}, 0.1", rows, lambda f, v: (f(v[0], 0.1, 1234, 7, 1, v[1]),), (0,), (1,)
+    )
+
 
 def _rotate(interleaved: bool) -> Callable[[Function, list[Any]], tuple[Tensor, ...]]:
     def call(op: Function, v: list[Any]) -> tuple[Tensor, ...]:
@@ -105,6 +114,29 @@ def _rotate(interleaved: bool) -> Callable[[Function, list[Any]], tuple[Tensor, 
         return tuple(op(q, k, positions, frequencies, interleaved=interleaved, cos_sin=(cos, sin)))
 
     return call
+
+
+def _attention(s: Sizes) -> Iterator[Case]:
+    """One document per row, and eight of equal length packed into each."""
+
+    def inputs(m: Maker) -> list[Any]:
+        return [m.normal(s.sequences, s.length, heads, s.head) for heads in (s.heads, s.kv_heads, s.kv_heads)]
+
+    def packed(m: Maker) -> list[Any]:
+        numbers = torch.arange(s.length, device=m.device) // (s.length // documents)
+        return [*inputs(m), numbers.expand(s.sequences, -1).contiguous()]
+
+    def exactly(v: list[Any]) -> tuple[Tensor, ...]:
+        # By chunks: torch's own attention holds all scores at once in float64.
+        return chunked_attention(v[0], v[1], v[2], v[3] if len(v) > 3 else None, None, None, None)[:1]
+
+    documents, size = 8, f"{s.sequences} x {s.length} x ({s.heads} + {s.kv_heads}) x {s.head}"
+    # Two products forwards and five backwards, of half of the scores.
+    product = s.sequences * s.heads * s.length**2 * s.head
+    for title, make, share in ((size, inputs, 1), (f"{size}, {documents} documents", packed, documents)):
+        forwards, backwards = 2 * product // share, 5 * product // share
+        call = lambda f, v: (f(*v),)  # noqa: E731
+        yield Case("attention", title, make, call, (0, 1, 2), (), exactly, (), forwards, backwards)
 
 
 def _products(s: Sizes) -> Iterator[Case]:

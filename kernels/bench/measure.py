@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from .case import Case, Function, Maker, backward_bytes, bytes_of, forward_bytes
 from .check import Verdict, check, upstream
+from .contenders import OTHERS
 from .timing import copies_needed, seconds
 
 Times = tuple[float, float, float]
@@ -34,6 +35,7 @@ class Result:
     forward_bytes: int = 0
     backward_bytes: int = 0
     flops: int = 0
+    backward_flops: int = 0
 
     @property
     def microseconds(self) -> float:
@@ -43,33 +45,35 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """device, dtype, rounds, whether to look at results first, seed of the inputs. say: gets a line per contender."""
+    """device, dtype, rounds, whether to look at results first and whether to time them, seed of the inputs. say: gets a
+    line per contender."""
 
     device: torch.device
     dtype: torch.dtype
     rounds: int = 10
     is_checked: bool = True
+    is_timed: bool = True
     seed: int = 0
     say: Callable[[str], None] = field(default=lambda _: None)
 
 
-def measure(case: Case, contenders: Mapping[str, Function], trusted: tuple[str, ...], plan: Plan) -> Iterator[Result]:
-    """trusted: contenders that are not checked, since they are others' and promise less."""
-    for name, function in contenders.items():
-        about: dict[str, Any] = {"op": case.op, "title": case.title, "dtype": _name(plan.dtype), "contender": name}
-        try:
-            verdict = None
-            if plan.is_checked and name not in trusted:
-                verdict = check(case, function, Maker(plan.device, plan.dtype, plan.seed + 1000))
-            yield Result(**about, **_times(case, function, plan), verdict=verdict, flops=case.flops)
-        # One contender that fails must not take the others' figures along.
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as e:
-            yield Result(**about, error=f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e) else ''}"[:300])
-        finally:
-            if plan.device.type == "cuda":
-                # After an illegal access every call fails; what was measured before is still worth having.
-                with contextlib.suppress(RuntimeError):
-                    torch.cuda.empty_cache()
+def measure(case: Case, contender: str, function: Function, plan: Plan) -> Result:
+    """Right or not, and how long. Others' functions are not checked: they promise less."""
+    about: dict[str, Any] = {"op": case.op, "title": case.title, "dtype": _name(plan.dtype), "contender": contender}
+    try:
+        verdict = None
+        if plan.is_checked and contender not in OTHERS:
+            verdict = check(case, function, Maker(plan.device, plan.dtype, plan.seed + 1000))
+        times = _times(case, function, plan) if plan.is_timed else {}
+        return Result(**about, **times, verdict=verdict, flops=case.flops, backward_flops=case.backward_flops)
+    # One contender that fails must not take the others' figures along.
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, ImportError) as e:
+        return Result(**about, error=f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e) else ''}"[:300])
+    finally:
+        if plan.device.type == "cuda":
+            # After an illegal access every call fails; what was measured before is still worth having.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
 
 def _times(case: Case, function: Function, plan: Plan) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """`stoker bench kernels` on a CPU: what counts as right, what is kept, and that every native op is measured."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from stoker.kernels import measured, reference
-from stoker.kernels.bench.__main__ import _keep, main, to_keep
+from stoker.kernels.bench.__main__ import Roof, _keep, as_json, main, run, table, to_keep
 from stoker.kernels.bench.case import Maker, backward_bytes, forward_bytes
 from stoker.kernels.bench.cases import SMALL, cases
 from stoker.kernels.bench.check import Verdict, check
 from stoker.kernels.bench.measure import Plan, Result, measure
 from stoker.kernels.device import Device
-from stoker.kernels.implementations import NATIVE
+from stoker.kernels.ops import OP_NAMES
 
 CPU = torch.device("cpu")
 CASES = {f"{case.op}, {case.title}": case for case in cases(SMALL)}
@@ -25,8 +27,13 @@ def test_the_reference_is_right(name, dtype):
     assert check(case, getattr(reference, case.op), Maker(CPU, dtype, 7)).is_right
 
 
-def test_every_native_op_is_measured():
-    assert set(NATIVE) <= {case.op for case in CASES.values()}
+def test_every_op_is_measured():
+    assert {case.op for case in CASES.values()} == set(OP_NAMES)
+
+
+def test_attention_within_documents_is_held_against_attention_within_documents():
+    case = next(case for name, case in CASES.items() if name.startswith("attention") and "documents" in name)
+    assert not check(case, lambda q, k, v, _: reference.attention(q, k, v), Maker(CPU, torch.float32, 7)).is_right
 
 
 def off_by(factor):
@@ -65,7 +72,8 @@ def test_a_contender_that_fails_leaves_the_others_their_figures():
         raise RuntimeError("no such thing\nat all")
 
     plan = Plan(CPU, torch.float32, rounds=2)
-    first, second = measure(SWIGLU, {"broken": broken, "reference": reference.swiglu}, (), plan)
+    first = measure(SWIGLU, "broken", broken, plan)
+    second = measure(SWIGLU, "reference", reference.swiglu, plan)
     assert first.error == "RuntimeError: no such thing"
     assert second.verdict.is_right
     assert 0 < second.forward[1] <= second.forward[0] <= second.forward[2]
@@ -106,10 +114,29 @@ def test_times_of_another_dtype_than_a_run_multiplies_in_are_not_kept(tmp_path, 
     assert "not kept" in capsys.readouterr().out
 
 
-def test_an_op_that_is_not_measured_is_refused(capsys):
+def test_an_unknown_op_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["attention"])
-    assert "attention: is not measured; kernels=auto takes the first that is there" in capsys.readouterr().err
+        main(["atention"])
+    assert "atention: no such op, did you mean attention?" in capsys.readouterr().err
+
+
+def test_the_compiler_waits_until_all_else_is_measured_and_what_there_was_no_time_for_is_listed(monkeypatch):
+    said, clock = [], itertools.chain([0.0] * 4, [9.0, 0.0], itertools.repeat(9.0))
+    monkeypatch.setattr("stoker.kernels.bench.__main__.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    chosen = [case for case in CASES.values() if case.op in ("swiglu", "geglu", "dropout")]
+    plan = Plan(CPU, torch.float32, rounds=1, say=said.append)
+    found = run(chosen, Device("cpu"), plan, deadline=1.0)
+    # The time is over for the fifth and the seventh: swiglu, geglu and dropout have two each before the compiler's.
+    assert [(r.op, r.contender) for r in found.results] == [
+        *(("swiglu", name) for name in ("reference", "torch eager")),
+        *(("geglu", name) for name in ("reference", "torch eager")),
+        ("dropout", "torch eager"),
+    ]
+    assert found.left_out[0] == "dropout, 24 x 64, 0.1: reference"
+    assert [what.rpartition(": ")[2] for what in found.left_out] == ["reference", "inductor", "inductor", "inductor"]
+    shown = table(found, Device("cpu"), Roof(1e9, 1e9), torch.float32).splitlines()
+    assert shown[-4:] == [f"left out, the time was over: {what}" for what in found.left_out]
+    assert as_json(found, Device("cpu"), Roof(1e9, 1e9))["left_out"] == found.left_out
 
 
 def test_results_that_cannot_be_kept_are_an_error_with_what_to_do(tmp_path, monkeypatch, capsys):
