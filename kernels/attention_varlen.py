@@ -8,7 +8,9 @@ Shapes: B rows, S positions, T = B x S tokens, N documents, H query heads, K key
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -57,6 +59,8 @@ def torch_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     assert softcap is None
+    # torch 2.11 shares key heads without being told, and does not know the word.
+    groups: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _has_word_for_groups() else {}
     starts, longest = documents.starts, documents.longest
     # It counts the keys before the token, not the token itself; -1 is no limit.
     reach = -1 if window is None else window - 1
@@ -70,10 +74,17 @@ def torch_kernel(
         longest,
         scale=scale,
         window_size=(reach, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **groups,
     )
     result: Tensor = out
     return result
+
+
+@functools.cache
+def _has_word_for_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def package_kernel(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import apply
+from .numerics import apply, distinct
 from .philox import WORD, philox4x32
 
 
@@ -101,7 +101,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, address: _Address) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.address = address
-        return _drop(x, rows, address)
+        return distinct(_drop(x, rows, address))
 
     @staticmethod
     @once_differentiable

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import accumulate_dtype, apply
+from .numerics import accumulate_dtype, apply, distinct
 
 
 class LayerNorm(Protocol):
@@ -67,7 +67,7 @@ class _LayerNorm(torch.autograd.Function):
         wide = accumulate_dtype(x.dtype)
         y, mean, rstd = torch.native_layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        return y.to(x.dtype)
+        return distinct(y.to(x.dtype))
 
     @staticmethod
     @once_differentiable

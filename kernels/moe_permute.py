@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import accumulate_dtype, apply
+from .numerics import accumulate_dtype, apply, distinct
 
 
 class MoeSort(Protocol):
@@ -98,7 +98,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, copies: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, copies, places, weights)
-        return _sum_copies(rows, places, weights)
+        return distinct(_sum_copies(rows, places, weights))
 
     @staticmethod
     @once_differentiable

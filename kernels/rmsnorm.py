@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import accumulate_dtype, apply, flat_tokens
+from .numerics import accumulate_dtype, apply, distinct, flat_tokens
 
 
 class RmsNorm(Protocol):
@@ -67,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
         # x rather than its normalised copy: in a pre-norm block x is alive anyway.
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
-        return (wide * rstd).mul_(_factor(weight, offset, wide.dtype)).to(x.dtype)
+        return distinct((wide * rstd).mul_(_factor(weight, offset, wide.dtype)).to(x.dtype))
 
     @staticmethod
     @once_differentiable

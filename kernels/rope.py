@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import accumulate_dtype, apply
+from .numerics import accumulate_dtype, apply, distinct
 
 
 class Rope(Protocol):
@@ -100,7 +100,7 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.rotate = _rotate_adjacent if interleaved else _rotate_halves
-        return ctx.rotate(q, cos, sin, 1), ctx.rotate(k, cos, sin, 1)
+        return distinct(ctx.rotate(q, cos, sin, 1)), distinct(ctx.rotate(k, cos, sin, 1))
 
     @staticmethod
     @once_differentiable

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .numerics import accumulate_dtype, apply
+from .numerics import accumulate_dtype, apply, distinct
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -41,7 +41,7 @@ class _SoftCap(torch.autograd.Function):
         capped = (torch.tanh(x.to(accumulate_dtype(x.dtype)) / cap) * cap).to(x.dtype)
         ctx.save_for_backward(capped)
         ctx.cap = cap
-        return capped
+        return distinct(capped)
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels.numerics import apply
+from ..kernels.numerics import apply, distinct
 from ..kernels.weight_gradient import WeightGradient, weight_gradient
 from .parallel.tensor import Gathered, TensorAxis, enter, leave
 
@@ -251,7 +251,7 @@ class _RowParallel(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.queue, ctx.axis = weight, bias, queue, axis
         y_RO, reduced = axis.reduce(F.linear(x_TI, weight))
         reduced.wait()
-        return y_RO if bias is None else y_RO.add_(bias)
+        return distinct(y_RO if bias is None else y_RO.add_(bias))
 
     @staticmethod
     @once_differentiable

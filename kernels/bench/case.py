@@ -40,7 +40,8 @@ class Case:
     one. reads: positions of the inputs that a backward pass cannot do without. exact: what is wanted, from the inputs,
     or where there are gradients from float64 copies of them; None: `call` with the reference on such copies. in_place:
     positions of what the op overwrites. flops, backward_flops: of either pass, 0: bound by memory; an op that forms
-    its gradients on the way forward has them in `flops`.
+    its gradients on the way forward has them in `flops`. tolerance: of errors, in place of the dtype's. slack: how many
+    times the dtype's, where implementations may round to it in between.
     """
 
     op: str
@@ -53,7 +54,8 @@ class Case:
     in_place: tuple[int, ...] = ()
     flops: int = 0
     backward_flops: int = 0
-    tolerance: float = 0.0  # in place of the dtype's
+    tolerance: float = 0.0
+    slack: float = 1.0
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

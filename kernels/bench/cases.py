@@ -136,7 +136,8 @@ def _attention(s: Sizes) -> Iterator[Case]:
     for title, make, share in ((size, inputs, 1), (f"{size}, {documents} documents", packed, documents)):
         forwards, backwards = 2 * product // share, 5 * product // share
         call = lambda f, v: (f(*v),)  # noqa: E731
-        yield Case("attention", title, make, call, (0, 1, 2), (), exactly, (), forwards, backwards)
+        # Fused attention rounds probabilities and partial gradients: of 2,000 draws the worst was at 2.1 times.
+        yield Case("attention", title, make, call, (0, 1, 2), (), exactly, (), forwards, backwards, slack=4.0)
 
 
 def _products(s: Sizes) -> Iterator[Case]:

@@ -39,7 +39,7 @@ def check(case: Case, function: Function, maker: Maker) -> Verdict:
     again = Maker(maker.device, maker.dtype, maker.seed)
     wanted = _exact(case, case.make(again), again)
     errors = tuple(_error(a, b) for a, b in zip(found, wanted, strict=True))
-    return Verdict(errors, case.tolerance or TOLERANCE[maker.dtype])
+    return Verdict(errors, case.tolerance or case.slack * TOLERANCE[maker.dtype])
 
 
 def _results(case: Case, function: Function, inputs: list[Any], maker: Maker) -> list[Tensor]:

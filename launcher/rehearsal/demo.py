@@ -168,8 +168,13 @@ class Stage:
         """Follow the run to its end and disturb it on the way."""
         trial, narrator = Trial(run.path), Narrator(run, self.terminal)
         config = effective_config(run)
-        when = disturbance_step(config["train"]["steps"], config["checkpoint"]["interval"])
-        self._follow(trial, narrator, lambda: trial.step() >= when, f"step {when}")
+        saved, when = disturbance(config["train"]["steps"], config["checkpoint"]["interval"])
+
+        # Saves are asynchronous: with short steps, one may be on its way for longer than half an interval.
+        def is_time() -> bool:
+            return trial.step() >= when and any(c.step >= saved for c in trial.dir.all_checkpoints())
+
+        self._follow(trial, narrator, is_time, f"step {when} and the checkpoint of step {saved}")
         self.event = self._break_a_node(trial)
         narrator.broken_at, narrator.reached = self.event.at, self.event.step
         self._follow(trial, narrator, lambda: False, "its end")
@@ -222,20 +227,21 @@ class Stage:
         return {found.parent for found in self.out.glob("*/run.json")}
 
 
-def disturbance_step(steps: int, interval: int) -> int:
-    """A step near the middle of the run and half an interval after a checkpoint, so that there is something to lose.
+def disturbance(steps: int, interval: int) -> tuple[int, int]:
+    """A checkpoint's step near the middle of the run, and the step half an interval later, so that there is something
+    to lose.
 
     Raises:
         UserError: the run is too short for a checkpoint before and steps after.
     """
-    saves = max(1, steps // interval // 2)
-    when = saves * interval + max(1, interval // 2)
+    saved = max(1, steps // interval // 2) * interval
+    when = saved + max(1, interval // 2)
     if when >= steps:
         raise UserError(
             f"train.steps={steps} with checkpoint.interval={interval} leaves no room for an interruption: "
             f"at least {interval + max(1, interval // 2) + 1} steps are needed"
         )
-    return when
+    return saved, when
 
 
 def local_agent(run: RunDir, node: str) -> int:

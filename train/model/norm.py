@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...conf.schema import Norm
-from ...kernels.numerics import accumulate_dtype, apply
+from ...kernels.numerics import accumulate_dtype, apply, distinct
 from ..comm import Communicator
 from .parts import Parts
 
@@ -107,7 +107,7 @@ class _CutRmsNorm(torch.autograd.Function):
         rstd = comm.all_reduce(wide.square().sum(-1, keepdim=True)).div_(features).add_(eps).rsqrt_()
         ctx.save_for_backward(x_TF, factor, rstd)
         ctx.comm, ctx.features, ctx.dtype = comm, features, weight_F.dtype
-        return (wide * rstd).mul_(factor).to(x_TF.dtype)
+        return distinct((wide * rstd).mul_(factor).to(x_TF.dtype))
 
     @staticmethod
     @once_differentiable

@@ -19,7 +19,7 @@ from made_run import add_text, end_attempt, finish, line, make_run
 from stoker.launcher.errors import UserError
 from stoker.launcher.process import loop_process
 from stoker.launcher.rehearsal import ground, programs
-from stoker.launcher.rehearsal.demo import disturbance_step
+from stoker.launcher.rehearsal.demo import disturbance
 from stoker.launcher.rehearsal.demo_summary import problems, screen
 from stoker.launcher.rehearsal.ground import Ground
 from stoker.launcher.rehearsal.narrate import Narrator, Terminal
@@ -136,15 +136,18 @@ def test_each_event_is_told_once_in_a_plain_line(made: Made, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("steps", "interval", "step"), [(200, 40, 100), (24, 8, 12), (250, 50, 125), (10, 5, 7), (3, 1, 2)]
+    ("steps", "interval", "saved", "when"),
+    [(200, 40, 80, 100), (24, 8, 8, 12), (250, 50, 100, 125), (10, 5, 5, 7), (3, 1, 1, 2)],
 )
-def test_the_node_is_lost_near_the_middle_and_after_a_checkpoint(steps: int, interval: int, step: int) -> None:
-    assert disturbance_step(steps, interval) == step
+def test_the_node_is_lost_near_the_middle_and_after_a_checkpoint(
+    steps: int, interval: int, saved: int, when: int
+) -> None:
+    assert disturbance(steps, interval) == (saved, when)
 
 
 def test_a_run_too_short_for_an_interruption_is_refused() -> None:
     with pytest.raises(UserError, match=r"train.steps=100 with checkpoint.interval=100 .* at least 151 steps"):
-        disturbance_step(100, 100)
+        disturbance(100, 100)
 
 
 def test_without_slurm_the_ground_is_local_and_the_reason_names_what_to_install(
@@ -188,15 +191,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.xdist_group("demo")
-def test_the_local_demonstration_loses_an_agent_goes_on_and_finishes(place: Path) -> None:
-    process = demo("--local", *SHORT, cwd=place)
+def test_the_local_demonstration_loses_an_agent_goes_on_and_finishes(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The save is still being written at the step of the disturbance, and the run is long enough for it to end.
+    slow = "step@attempt=1:pause-50,checkpoint.write@step=96@rank=0@attempt=1:pause-1500"
+    monkeypatch.setenv("STOKER_FAILPOINTS", slow)
+    process = demo("--local", *SHORT, "train.steps=200", "train.eval_interval=100", cwd=place)
     text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text
     lines = told(text)
     assert lines[1].startswith("text: Python's own standard library, ")
     assert any(re.fullmatch(r"\$ kill -9 \d+", line) for line in lines)
-    assert "restored the checkpoint of step 8" in lines
-    assert "finished: all 24 steps are done" in lines
+    (restored,) = [m for line in lines if (m := re.fullmatch(r"restored the checkpoint of step (\d+)", line))]
+    assert int(restored[1]) >= 96
+    assert "finished: all 200 steps are done" in lines
     run = run_of(place)
     picture = run.report / "loss.png"
     assert f"loss plot       {picture.relative_to(place)}" in lines
@@ -231,7 +240,8 @@ def test_what_fails_on_the_way_ends_it_with_the_reason(place: Path, monkeypatch:
     assert process.returncode == 1, text
     (error,) = [line for line in text.splitlines() if line.startswith("stoker demo: error:")]
     run = run_of(place).path.relative_to(place)
-    assert error.startswith("stoker demo: error: the run ended before step 12: crash: rank 1 exited with code 66")
+    there = "step 12 and the checkpoint of step 8"
+    assert error.startswith(f"stoker demo: error: the run ended before {there}: crash: rank 1 exited with code 66")
     assert error.endswith(f"; `stoker logs {run}` shows more")
 
 
