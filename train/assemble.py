@@ -31,6 +31,9 @@ _DTYPES = {
     ParamDtype.bfloat16: torch.bfloat16,
 }
 
+# What torch.distributed.pipelining sends, and which gradients it expects, is told otherwise before that.
+_PIPELINES_FROM = (2, 12)
+
 
 def param_dtype(config: Config) -> torch.dtype:
     """Of the weights."""
@@ -107,10 +110,16 @@ def build_engine(
     """What runs forward and backward passes.
 
     Raises:
-        ValueError: the number of micro-batches does not go with the pipeline's schedule.
+        ValueError: the number of micro-batches does not go with the pipeline's schedule; torch is too old for it.
     """
     if grid.pipeline.size == 1:
         return Accumulation(stages[0], queue, grid, pulse, clock)
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if release < _PIPELINES_FROM:
+        raise ValueError(
+            f"parallel.pipeline={grid.pipeline.size} needs torch 2.12 or newer, here is {torch.__version__}; "
+            "install a newer one, or set parallel.pipeline=1"
+        )
     from .pipeline_engine import Pipelined  # torch's part of it takes a second to import
 
     return Pipelined(config, grid, stages, queue, param_dtype(config), pulse, clock)

@@ -83,7 +83,10 @@ def _host(environ: Mapping[str, str]) -> Path:
     for variable in _HOST_VARIABLES:
         name = environ.get(variable)
         if name:
-            return _named(variable, name, shutil.which(name, path=environ.get("PATH")), "the C++ compiler")
+            found = shutil.which(name, path=environ.get("PATH"))
+            if found is None and variable == "NVCC_CCBIN":  # which nvcc also takes as the directory to look in
+                found = shutil.which("g++", path=name)
+            return _named(variable, name, found, "the C++ compiler")
     for name in ("g++", "c++", "clang++"):
         found = shutil.which(name, path=environ.get("PATH"))
         if found:

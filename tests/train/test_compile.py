@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness import metrics, tiny_config, train
 from stoker.conf.schema import MemoryConfig, ModelConfig, QkNorm, Recompute
-from stoker.kernels import select
+from stoker.kernels import reference, select
+from stoker.kernels.bench.case import Maker
+from stoker.kernels.bench.cases import SMALL, cases
 from stoker.train.compile import compile_blocks
 from stoker.train.data.dataset import Batch
 from stoker.train.grid import single
@@ -21,6 +24,7 @@ from stoker.train.parallel.ddp import DistributedDataParallel
 from stoker.train.parallel.stages import whole
 from stoker.train.params import decoder_table
 from torch import Tensor
+from traced import Traced
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=48, qk_norm=QkNorm.head
@@ -88,6 +92,30 @@ def test_all_blocks_share_a_graph_and_give_the_same_gradients() -> None:
     compile_blocks(compiled.blocks.values(), counter)
     assert_alike(compiled, build(), batch())
     assert counter.count == 2  # of the first block, which gets no branch to add, and of the others
+
+
+# linear_cross_entropy is no op for a graph: it chooses its chunks as it goes, and stands behind the blocks.
+COMPILED_OPS = {f"{c.op}, {c.title}": c for c in cases(SMALL) if c.gradients and c.op != "linear_cross_entropy"}
+
+
+@pytest.mark.parametrize("name", COMPILED_OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_of_ops_have_one_name(name: str, dtype: torch.dtype) -> None:
+    case, traced = COMPILED_OPS[name], Traced()
+    inputs = case.make(Maker(torch.device("cpu"), dtype, 1))
+    for i in case.gradients:
+        inputs[i].requires_grad_()
+    torch.compile(partial(case.call, getattr(reference, case.op)), fullgraph=True, backend=traced)(inputs)
+    assert traced.ambiguous == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_of_blocks_have_one_name(dtype: torch.dtype) -> None:
+    model, traced = build(dtype=dtype), Traced()
+    compile_blocks(model.blocks.values(), traced)
+    pass_through(model, batch())
+    assert traced.functions > 10
+    assert traced.ambiguous == []
 
 
 @pytest.mark.full

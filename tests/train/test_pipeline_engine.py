@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from stoker.conf.pipeline import SCHEDULES
 from stoker.launcher.run.heartbeat import Segment
+from stoker.train.assemble import build_engine
 from stoker.train.pipeline_engine import _numbers
 from stoker.train.plan.schedule import order_of
 from stoker.train.pulse import Pulse
@@ -44,6 +49,16 @@ def needed(action: str, stages: int) -> set[str]:
     if kind == "W":
         return {f"{stage}B{micro}"}
     return {f"{int(stage) + 1}B{micro}" if int(stage) < stages - 1 else f"{stage}F{micro}"}
+
+
+def test_a_pipeline_is_refused_with_a_torch_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
+    grid: Any = SimpleNamespace(pipeline=SimpleNamespace(size=2))
+    nothing: Any = None
+    with pytest.raises(
+        ValueError, match=r"^parallel\.pipeline=2 needs torch 2\.12 or newer, here is 2\.11\.0\+cu130; "
+    ):
+        build_engine(nothing, grid, nothing, nothing, nothing, nothing)
 
 
 def test_a_number_counts_collectives_on_and_each_step_begins_anew() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -301,6 +302,14 @@ def test_a_variable_that_names_no_host_compiler_is_refused_and_not_passed_over(v
         "; expected the C++ compiler, by its path or by its name on the PATH and without arguments; correct "
         f"{variable}, or unset it"
     )
+
+
+def test_the_host_compiler_may_be_named_by_its_directory_as_nvcc_takes_it(tmp_path: Path) -> None:
+    gxx = shutil.which("g++")
+    assert gxx is not None
+    (tmp_path / "g++").symlink_to(gxx)
+    found = find_toolchain(True, environ={"NVCC_CCBIN": str(tmp_path), "PATH": os.environ["PATH"]})
+    assert found.host == tmp_path / "g++"
 
 
 @pytest.mark.parametrize(

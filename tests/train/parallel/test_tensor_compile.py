@@ -16,6 +16,7 @@ from stoker.train.linear import WeightGradients
 from stoker.train.model import Decoder, Parts
 from stoker.train.parallel.stages import whole
 from torch import Tensor
+from traced import Traced
 
 CONFIG = ModelConfig(
     vocab_size=67,
@@ -60,6 +61,24 @@ def rank_compiled(member: Membership, compiler: str) -> float:
         furthest = max([furthest, *(float((found[n] - expected[n]).abs().max()) for n in expected)])
     grid.close()
     return furthest
+
+
+def rank_traced(member: Membership) -> list[str]:
+    """Outputs of autograd.Functions that have two names, of both forms of the residual stream."""
+    from stoker.train.compile import compile_blocks
+
+    grid, traced = form(member, Layout(tensor=2), backend="gloo"), Traced()
+    for sequence in (True, False):
+        model = build(grid, sequence)
+        compile_blocks(model.blocks.values(), traced)
+        outcome(model)
+    grid.close()
+    assert traced.functions > 20
+    return traced.ambiguous
+
+
+def test_outputs_of_blocks_have_one_name(run_ranks: Any) -> None:
+    assert run_ranks(2, rank_traced, timeout=120) == [[], []]
 
 
 @pytest.mark.full
