@@ -34,6 +34,15 @@ class _Question:
     is_strict: bool
     is_compiled: bool
     measured: Measured | None
+    is_float64: bool = False
+
+    def excludes(self, row: Implementation) -> str | None:
+        """Why it cannot do what the run is about, whatever is installed."""
+        return "takes no float64" if self.is_float64 and not row.takes_float64 else row.cannot(self.device)
+
+    def stands_in_the_way_of(self, row: Implementation) -> str | None:
+        """What keeps it from being used, as a clause for people."""
+        return self.excludes(row) or row.lacks(self.device)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ def select(
     strict: bool = True,
     is_compiled: bool = False,
     measured: Measured | None = None,
+    is_float64: bool = False,
 ) -> Ops:
     """The ops for a configuration.
 
@@ -60,11 +70,13 @@ def select(
     of it. implementations: the table; a plug-in passes (*IMPLEMENTATIONS, its own). strict: False lets the reference
     take over where a named implementation, or the one that `auto` expects, is not there. is_compiled: under
     torch.compile, to which `auto` leaves pointwise ops. measured: times on this device, which then decide `auto`.
+    is_float64: the weights are, which few implementations take.
     Raises ValueError with one line per problem: unknown op or implementation with the nearest known, or what a chosen
     implementation lacks. Raises TypeError for an implementation whose signature is not the op's.
     """
     config = dict(config or {})
-    question = _Question(Device(device) if isinstance(device, str) else device, strict, is_compiled, measured)
+    place = Device(device) if isinstance(device, str) else device
+    question = _Question(place, strict, is_compiled, measured, is_float64)
     by_op = {op: {i.name: i for i in implementations if i.op == op} for op in OP_NAMES}
     problems = _unknown(config, {name for rows in by_op.values() for name in rows})
     if problems:
@@ -137,10 +149,10 @@ def _resolve(
     if row is None and not is_named:
         found = _automatic(setting, rows, question)
         return found if isinstance(found, _Refusal) else (found[0], f"{found[1]}; has no {wanted}")
-    others = [name for name, other in rows.items() if not other.lacks(question.device)]
+    others = [name for name, other in rows.items() if not question.stands_in_the_way_of(other)]
     if row is None:
         return _Refusal(setting, f"no such implementation; choose {' or '.join([AUTO, *others])}")
-    reason = row.lacks(question.device)
+    reason = question.stands_in_the_way_of(row)
     if reason and question.is_strict:
         return _Refusal(setting, f"{reason}; choose {' or '.join(others)}, or set kernels.strict=false")
     if reason:
@@ -163,11 +175,11 @@ def _automatic(
     usable: list[Implementation] = []
     passed_over: list[str] = []
     for row in (rows[name] for name in order if question.device.type not in rows[name].no_gain):
-        reason = row.lacks(question.device)
+        reason = question.stands_in_the_way_of(row)
         if reason is None:
             usable.append(row)
         elif not row.devices or question.device.type in row.devices:
-            if row.is_expected and question.is_strict and row.cannot(question.device) is None:
+            if row.is_expected and question.is_strict and question.excludes(row) is None:
                 return _Refusal(setting, f"{row.name}: {reason}; or kernels.strict=false, and the next best takes over")
             if not usable:
                 passed_over.append(f"{row.name}: {reason}")

@@ -65,7 +65,7 @@ class Implementation:
     devices: types it runs on (Device.type), empty for any. capability: least compute capability, times ten. lacking:
     what is not installed, as a clause for people; asked only where it could run. note: what of the op it leaves to
     others, for the log. no_gain: device types where `auto` takes the reference instead. is_expected: `auto` without it,
-    where it could run, is an error under kernels.strict.
+    where it could run, is an error under kernels.strict. takes_float64: or leaves it to others by itself.
     """
 
     op: str
@@ -77,6 +77,7 @@ class Implementation:
     note: str = ""
     no_gain: tuple[str, ...] = ()
     is_expected: bool = False
+    takes_float64: bool = True
 
     def cannot(self, device: Device) -> str | None:
         """Why it can never run on a device, whatever is installed."""
@@ -106,7 +107,7 @@ def _native(op: str, module: str) -> Implementation:
         function: Function = getattr(importlib.import_module(f"{__package__}.native.{module}"), op)
         return function
 
-    return Implementation(op, "native", load, ("cuda",), 80, lacking, is_expected=True)
+    return Implementation(op, "native", load, ("cuda",), 80, lacking, is_expected=True, takes_float64=False)
 
 
 def _apex(op: str, module: str, switch: str) -> Implementation:
@@ -115,7 +116,8 @@ def _apex(op: str, module: str, switch: str) -> Implementation:
         return function
 
     note = "never run on hardware by stoker's authors"
-    return Implementation(op, "apex", load, ("cuda",), 80, lambda _: apex.lacks(module, switch), note)
+    lacking = lambda _: apex.lacks(module, switch)  # noqa: E731
+    return Implementation(op, "apex", load, ("cuda",), 80, lacking, note, takes_float64=False)
 
 
 def _needs(module: str, source: str) -> Callable[[Device], str | None]:

@@ -9,27 +9,34 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from ..conf.schema import KernelsConfig
+from ..conf.schema import KernelsConfig, ParamDtype
 from ..kernels import OP_NAMES, Device, Ops, select
 from ..kernels.measured import read
 from .grid import Grid
 
 
-def choose_ops(settings: KernelsConfig, grid: Grid) -> Ops:
-    """The ops of this run, the same implementations on every rank. Collective.
+def choose_ops(settings: KernelsConfig, grid: Grid, params: ParamDtype = ParamDtype.float32) -> Ops:
+    """The ops of this run with weights of dtype `params`, the same implementations on every rank. Collective.
 
     Raises:
         ValueError: what was asked for is not there, with what to do; or ranks would choose differently.
         PeerLostError: another rank is gone.
     """
     wanted, device = wishes(settings), Device.of(grid.device)
-    measured = None
-    if device.type == "cuda" and not {"auto", "native"}.isdisjoint(wanted.values()):
+    measured, is_float64 = None, params is ParamDtype.float64
+    if device.type == "cuda" and not is_float64 and not {"auto", "native"}.isdisjoint(wanted.values()):
         from ..kernels.native import ready
 
         _have_built(settings, device, grid)
         measured = read(device.name, ready.name(device.capability))
-    ops = select(wanted, device, strict=settings.strict, is_compiled=settings.compile, measured=measured)
+    ops = select(
+        wanted,
+        device,
+        strict=settings.strict,
+        is_compiled=settings.compile,
+        measured=measured,
+        is_float64=is_float64,
+    )
     agree(ops, grid)
     return ops
 

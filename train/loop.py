@@ -110,7 +110,7 @@ class Trainer:
         """
         try:
             set_determinism(config.precision.deterministic)
-            trainer = cls(config, grid, context, choose_ops(config.kernels, grid))
+            trainer = cls(config, grid, context, choose_ops(config.kernels, grid, config.precision.params))
             trainer._restore_and_open()
             trainer.profile = StepProfile.of(config.profile, grid, context, trainer.progress.step)
             trainer._announce()

@@ -148,6 +148,14 @@ def test_a_gpu_that_is_too_old_gets_the_reference_from_auto_and_a_refusal_by_nam
     assert choice(select({}, H100, rows)) == ("native", "auto")
 
 
+def test_float64_gets_the_reference_from_auto_and_a_refusal_by_name():
+    implementations = [*REFERENCES, native(takes_float64=False, lacking=lambda device: "not built")]
+    assert choice(select({}, H100, implementations, is_float64=True)) == ("reference", "auto; native: takes no float64")
+    (line,) = refusal({"rmsnorm": "native"}, H100, implementations, is_float64=True)
+    assert line == ("kernels.rmsnorm=native: takes no float64; choose reference, or set kernels.strict=false")
+    assert {i.name for i in IMPLEMENTATIONS if not i.takes_float64} == {"native", "apex"}
+
+
 def test_the_wrong_device_is_named():
     with pytest.raises(ValueError, match=r"^kernels\.rmsnorm=native: runs on cuda, this run is on cpu"):
         select({"rmsnorm": "native"}, "cpu", [*REFERENCES, native()])

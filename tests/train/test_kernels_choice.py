@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stoker.conf.schema import KernelsConfig
+from stoker.conf.schema import KernelsConfig, ParamDtype
 from stoker.kernels import Device, Ops, select
 from stoker.kernels.native import ready
 from stoker.train import kernels
@@ -76,6 +76,12 @@ def test_the_first_rank_of_a_node_builds_and_the_others_wait(on_gpu: list[Any]) 
 
 def test_nothing_is_built_where_nothing_native_is_wanted(on_gpu: list[Any]) -> None:
     assert isinstance(choose_ops(KernelsConfig(default="reference"), grid([], "cuda:0")), Ops)
+    assert on_gpu == []
+
+
+def test_with_float64_weights_auto_needs_no_kernels_of_ours(on_gpu: list[Any]) -> None:
+    ops = choose_ops(KernelsConfig(), grid(["same"], "cuda:0"), ParamDtype.float64)
+    assert {c.implementation for c in ops.choices if c.op != "attention"} == {"reference"}
     assert on_gpu == []
 
 
