@@ -46,6 +46,8 @@ class Loop:
         self._child: subprocess.Popen[bytes] | None = None
         self._ended_by: int | None = None
         self._unsent: int | None = None  # came while there was no child to send it to
+        self._has_ears = False  # the child has its handler for warnings, which would kill it before
+        self._unheard = False  # a warning came before that
 
     def run(self) -> int:
         """The run's exit code. Signals go to the supervisor; a signal that means the end is noted as a cancellation."""
@@ -75,6 +77,7 @@ class Loop:
     def _attempt(self) -> int:
         if self._ended_by is not None or self.submission.is_cancelled:
             return EXIT_CANCELLED
+        self._has_ears = self._unheard = False  # between two attempts there is nobody to warn
         run = self.submission.run
         script = effective_script(run, self.submission.number)
         with open(local_log(run), "ab") as log:
@@ -89,13 +92,20 @@ class Loop:
             )
         if self._unsent is not None:  # arrived while the child was being made
             self._send(self._unsent)
+        while not _hears(self._child.pid, signal.SIGUSR1) and self._child.poll() is None:
+            time.sleep(0.005)
+        self._has_ears = True
+        if self._unheard:  # of a second one that comes now it hears twice, which is as good as once
+            self._send(signal.SIGUSR1)
         code = self._child.wait()
         self._child = None
         return code if code >= 0 else 128 - code
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGUSR1:
-            self._send(signal.SIGUSR1)
+            self._unheard = True
+            if self._has_ears:
+                self._send(signal.SIGUSR1)
             return
         self._ended_by = number
         self.submission.cancel(signal.Signals(number).name)
@@ -107,6 +117,16 @@ class Loop:
     def _send(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
+
+
+def _hears(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; False if it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def start_detached(submission: Submission) -> ProcessId:

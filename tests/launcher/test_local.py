@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stoker.launcher import cli, code
+from stoker.launcher import cli, code, local
 from stoker.launcher.local import Loop, start_detached
 from stoker.launcher.process import ProcessId, loop_process
 from stoker.launcher.run import bootstrap
@@ -110,6 +110,8 @@ def test_an_interrupt_reaches_the_supervisor_once_and_as_such_whenever_it_comes(
     sent: list[int] = []
 
     class Child:
+        pid = os.getpid()
+
         def __init__(self, *_: Any, **__: Any) -> None:
             if when == "being made":
                 made._on_signal(signal.SIGINT, None)
@@ -126,6 +128,7 @@ def test_an_interrupt_reaches_the_supervisor_once_and_as_such_whenever_it_comes(
             sent.append(number)
 
     monkeypatch.setattr(subprocess, "Popen", Child)
+    monkeypatch.setattr(local, "_hears", lambda pid, number: True)
     assert made._attempt() == 143
     assert sent == [signal.SIGINT]
 
@@ -134,6 +137,17 @@ def test_warning_signal_reaches_the_supervisor_and_the_run_goes_on(local_run: An
     run = local_run("wait 0")
     process = loop(run)
     wait_until(lambda: "start --local" in seen(run))
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=30) == 0
+    assert seen(run) == ["start --local", "USR1", "start --local"]
+
+
+def test_a_warning_that_comes_before_the_script_can_hear_it_waits_for_it(local_run: Any) -> None:
+    run = local_run("wait 0")
+    script = SUPERVISOR.replace("for name", "touch begun; sleep 0.5\nfor name", 1)
+    (run.path / "submit.sbatch").write_text(script)
+    process = loop(run)
+    wait_until((run.path / "begun").exists)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=30) == 0
     assert seen(run) == ["start --local", "USR1", "start --local"]

@@ -176,6 +176,27 @@ def test_warning_during_set_up_is_kept_for_the_supervisor(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "seen").read_text())["env"]["STOKER_WARNED"] == "1"
 
 
+def test_a_warning_before_the_supervisor_can_hear_it_waits_for_it(tmp_path: Path) -> None:
+    """Python starts, from a shared file system for seconds, with USR1 ignored."""
+    python, run_dir, file = tmp_path / "python", tmp_path / "run", tmp_path / "submit.sbatch"
+    python.write_text(
+        "#!/usr/bin/env python3\nimport os, signal, sys, time\n"
+        "if sys.argv[1] == '-c': sys.exit()\n"
+        "open('deaf', 'w').close(); time.sleep(1)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+        "time.sleep(20)\n"
+    )
+    python.chmod(0o755)
+    run_dir.mkdir()
+    file.write_text(script(Config(), run_dir, str(python)))
+    process = subprocess.Popen(["bash", str(file)])
+    deadline = time.monotonic() + 20
+    while not (run_dir / "deaf").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=20) == 75
+
+
 def test_failing_set_up_ends_the_job_and_says_where(tmp_path: Path) -> None:
     config = Config(cluster=ClusterConfig(setup=["true", "cat /nonexistent/module", "touch after"]))
     run_dir = tmp_path / "run"
