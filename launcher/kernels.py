@@ -23,6 +23,7 @@ from .site_cache import directory
 
 _CACHE = "STOKER_KERNELS_CACHE"  # as kernels/native/cache.py reads it
 _MODULE = "stoker.kernels"
+_READ = ("kernels.", "container.")  # what of a configuration is looked at here
 
 
 def main(argv: list[str]) -> int:
@@ -33,9 +34,15 @@ def main(argv: list[str]) -> int:
     words = [word for word in rest if word not in overrides]
     if not overrides and arguments.config_dir is None:
         _become([sys.executable, "-m", _MODULE, *words])
+    from ..conf.checks import check
     from ..conf.compose import compose
+    from ..conf.problems import ConfigError
 
-    plain = compose(overrides, arguments.config_dir).plain
+    composed = compose(overrides, arguments.config_dir)
+    wrong = [p for p in check(composed.config, files=False) if p.field.startswith(_READ) and p.severity == "error"]
+    if wrong:
+        raise ConfigError(wrong)
+    plain = composed.plain
     wanted = plain["kernels"]["architectures"]
     if words[:1] == ["build"] and wanted and not any(word.startswith("--arch") for word in words):
         words.append(f"--arch={','.join(map(str, wanted))}")

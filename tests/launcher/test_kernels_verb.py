@@ -172,6 +172,15 @@ def test_configured_architectures_are_built(tmp_path: Path, monkeypatch: pytest.
     ]
 
 
+def test_a_mistake_in_the_configuration_is_told_by_its_field(tmp_path: Path) -> None:
+    done = stoker(tmp_path, "build", "kernels.architectures=[75]")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "stoker kernels: error: kernels.architectures=[75]: expected compute capabilities from 8.0 on, times ten, as "
+        "[80,90,100]\n"
+    )
+
+
 def test_bench_kernels_times_an_op_and_names_what_it_does_not_know(tmp_path: Path) -> None:
     def bench(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "stoker.launcher.cli", "bench", *words]
