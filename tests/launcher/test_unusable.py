@@ -247,6 +247,9 @@ def test_the_last_word_is_given_by_a_child_of_the_batch_script(node: Node) -> No
 
 
 def test_a_supervisor_is_born_deaf_to_the_warning(node: Node) -> None:
-    """From the fork on: a shell that resets a trap between fork and exec dies of a warning that comes then."""
+    """A shell that resets a trap between fork and exec dies of a warning that comes then: it is handed on only to what
+    hears it, and the first thing that the child does is to ignore it."""
     text = (node.run.path / "submit.sbatch", node.start())[0].read_text()
-    assert text.index("trap '' USR1\n(") < text.index("child=$!") < text.index('kill -USR1 "$child"')
+    assert text.index("(trap '' USR1; ") < text.index("child=$!") < text.index("trap warn USR1")
+    assert text.count("-USR1") == 1
+    assert text.index("|| hears ||") < text.index('kill -USR1 "$child"')
