@@ -24,7 +24,7 @@ from stoker.train.parallel.ddp import DistributedDataParallel
 from stoker.train.parallel.stages import whole
 from stoker.train.params import decoder_table
 from torch import Tensor
-from traced import Traced
+from traced import Traced, tells_outputs
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=48, qk_norm=QkNorm.head
@@ -98,6 +98,7 @@ def test_all_blocks_share_a_graph_and_give_the_same_gradients() -> None:
 COMPILED_OPS = {f"{c.op}, {c.title}": c for c in cases(SMALL) if c.gradients and c.op != "linear_cross_entropy"}
 
 
+@tells_outputs
 @pytest.mark.parametrize("name", COMPILED_OPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_of_ops_have_one_name(name: str, dtype: torch.dtype) -> None:
@@ -109,6 +110,7 @@ def test_outputs_of_ops_have_one_name(name: str, dtype: torch.dtype) -> None:
     assert traced.ambiguous == []
 
 
+@tells_outputs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_of_blocks_have_one_name(dtype: torch.dtype) -> None:
     model, traced = build(dtype=dtype), Traced()

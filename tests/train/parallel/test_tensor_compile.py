@@ -16,7 +16,7 @@ from stoker.train.linear import WeightGradients
 from stoker.train.model import Decoder, Parts
 from stoker.train.parallel.stages import whole
 from torch import Tensor
-from traced import Traced
+from traced import Traced, tells_outputs
 
 CONFIG = ModelConfig(
     vocab_size=67,
@@ -77,6 +77,7 @@ def rank_traced(member: Membership) -> list[str]:
     return traced.ambiguous
 
 
+@tells_outputs
 def test_outputs_of_blocks_have_one_name(run_ranks: Any) -> None:
     assert run_ranks(2, rank_traced, timeout=120) == [[], []]
 
