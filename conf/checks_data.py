@@ -90,7 +90,8 @@ def _tokens(config: Config, field: str, prefix: str) -> Iterator[Problem]:
     count = size // _TOKEN_BYTES[code]
     if count - held < window:
         rest = f"{count} tokens" + (f" less data.validation_tokens={held}" if held else "")
-        message = f"{rest} hold not one sample of data.seq_len + 1 = {window}; shorten the samples, or add data"
+        ways = ["lower data.validation_tokens"] * (count >= window) + ["shorten the samples", "or add data"]
+        message = f"{rest} hold not one sample of data.seq_len + 1 = {window}; {', '.join(ways)}"
         yield Problem(field, prefix, message)
 
 

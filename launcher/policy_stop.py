@@ -196,7 +196,7 @@ def _fate_outcome(state: State, e: Terminated | SlurmSaid) -> Outcome:
         case JobFate.TIME_LIMIT:
             # Without a warning in time: the last interval is lost, the run is not.
             return requeue_or_fail(state, Cause.TIME_LIMIT, "killed at the time limit")
-    reason = "cancelled (SIGTERM, and Slurm does not start the job again)"
+    reason = "cancelled (SIGTERM, and the job is not started again)"
     return outcome_of(state, Cause.CANCELLED, Next.NOTHING, EXIT_CANCELLED, reason)
 
 

@@ -384,7 +384,7 @@ def test_data_too_small_for_one_sample_are_told(tmp_path: Path, data: Callable[.
     ]
     assert file_lines(tmp_path, data(tokens=500), validation_tokens=257)[0] == (
         "e data.sources.0.prefix=a: 500 tokens less data.validation_tokens=257 hold not one sample of "
-        "data.seq_len + 1 = 257; shorten the samples, or add data"
+        "data.seq_len + 1 = 257; lower data.validation_tokens, shorten the samples, or add data"
     )
 
 
