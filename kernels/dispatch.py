@@ -42,7 +42,7 @@ class _Question:
 
     def stands_in_the_way_of(self, row: Implementation) -> str | None:
         """What keeps it from being used, as a clause for people."""
-        return self.excludes(row) or row.lacks(self.device)
+        return self.excludes(row) or row.lacking(self.device)
 
 
 @dataclass(frozen=True)

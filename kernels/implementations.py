@@ -116,8 +116,9 @@ def _apex(op: str, module: str, switch: str) -> Implementation:
         return function
 
     note = "never run on hardware by stoker's authors"
-    lacking = lambda _: apex.lacks(module, switch)  # noqa: E731
-    return Implementation(op, "apex", load, ("cuda",), 80, lacking, note, takes_float64=False)
+    return Implementation(
+        op, "apex", load, ("cuda",), 80, lambda _: apex.lacks(module, switch), note, takes_float64=False
+    )
 
 
 def _needs(module: str, source: str) -> Callable[[Device], str | None]:

@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
     words = [word for word in rest if word not in overrides]
     if not overrides and arguments.config_dir is None:
         _become([sys.executable, "-m", _MODULE, *words])
-    from ..conf.checks import check
+    from ..conf.checks import check, errors
     from ..conf.compose import compose
     from ..conf.problems import ConfigError
 
     composed = compose(overrides, arguments.config_dir)
-    wrong = [p for p in check(composed.config, files=False) if p.field.startswith(_READ) and p.severity == "error"]
+    wrong = [p for p in errors(check(composed.config, files=False)) if p.field.startswith(_READ)]
     if wrong:
         raise ConfigError(wrong)
     plain = composed.plain

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from . import procfs
 from .environment import without_outer_job
 from .errors import environment_error
 from .process import ProcessId, loop_path, loop_process
@@ -46,8 +47,7 @@ class Loop:
         self._child: subprocess.Popen[bytes] | None = None
         self._ended_by: int | None = None
         self._unsent: int | None = None  # came while there was no child to send it to
-        self._has_ears = False  # the child has its handler for warnings, which would kill it before
-        self._unheard = False  # a warning came before that
+        self._unheard = False  # a warning came before the child had its handler, without which it would kill it
 
     def run(self) -> int:
         """The run's exit code. Signals go to the supervisor; a signal that means the end is noted as a cancellation."""
@@ -77,7 +77,7 @@ class Loop:
     def _attempt(self) -> int:
         if self._ended_by is not None or self.submission.is_cancelled:
             return EXIT_CANCELLED
-        self._has_ears = self._unheard = False  # between two attempts there is nobody to warn
+        self._unheard = False  # between two attempts there is nobody to warn
         run = self.submission.run
         script = effective_script(run, self.submission.number)
         with open(local_log(run), "ab") as log:
@@ -94,8 +94,7 @@ class Loop:
             self._send(self._unsent)
         while not _hears(self._child.pid, signal.SIGUSR1) and self._child.poll() is None:
             time.sleep(0.005)
-        self._has_ears = True
-        if self._unheard:  # of a second one that comes now it hears twice, which is as good as once
+        if self._unheard:
             self._send(signal.SIGUSR1)
         code = self._child.wait()
         self._child = None
@@ -103,9 +102,10 @@ class Loop:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGUSR1:
-            self._unheard = True
-            if self._has_ears:
+            if self._child is not None and _hears(self._child.pid, signal.SIGUSR1):
                 self._send(signal.SIGUSR1)
+            else:
+                self._unheard = True
             return
         self._ended_by = number
         self.submission.cancel(signal.Signals(number).name)
@@ -121,12 +121,7 @@ class Loop:
 
 def _hears(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal; False if it is gone."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return procfs.has_signal(procfs.status(pid).get("SigCgt"), number)
 
 
 def start_detached(submission: Submission) -> ProcessId:

@@ -140,6 +140,12 @@ def run_script(tmp_path: Path, config: Config, *arguments: str, code: int = 0) -
     return done.returncode, json.loads(seen.read_text()) if seen.exists() else {}
 
 
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_bash_passes_everything_on_unharmed(tmp_path: Path) -> None:
     config = Config(cluster=ClusterConfig(env={"A": AWKWARD, "lower": "x y"}, setup=["export FROM_SETUP='1 2'"]))
     code, seen = run_script(tmp_path, config, "--local", "a b", code=75)
@@ -167,9 +173,7 @@ def test_warning_during_set_up_is_kept_for_the_supervisor(tmp_path: Path) -> Non
     file = tmp_path / "submit.sbatch"
     file.write_text(script(config, run_dir, stub(tmp_path)))
     process = subprocess.Popen(["bash", str(file)], env=os.environ | {"SEEN": str(tmp_path / "seen")})
-    deadline = time.monotonic() + 20
-    while not ready.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(ready)
     process.send_signal(signal.SIGUSR1)
     go_on.touch()
     assert process.wait(timeout=20) == 0
@@ -190,9 +194,7 @@ def test_a_warning_before_the_supervisor_can_hear_it_waits_for_it(tmp_path: Path
     run_dir.mkdir()
     file.write_text(script(Config(), run_dir, str(python)))
     process = subprocess.Popen(["bash", str(file)])
-    deadline = time.monotonic() + 20
-    while not (run_dir / "deaf").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(run_dir / "deaf")
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=20) == 75
 

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator
 from itertools import product
 
-from ...conf.checks import check
+from ...conf.checks import check, errors
 from ...conf.layout import Layout, LayoutError
 from ...conf.pipeline import SCHEDULES, stages_per_rank
 from ...conf.problems import Problem
@@ -29,10 +29,9 @@ _SECTIONS = ("train", "model", "data", "parallel", "memory", "optim", "precision
 
 def problems_of(config: Config) -> list[Problem]:
     """Errors that a run would be refused for, as far as they matter to a plan."""
-    found = [p for p in check(config, files=False) if p.severity == "error"]
     return [
         p
-        for p in found
+        for p in errors(check(config, files=False))
         if p.field.partition(".")[0] in _SECTIONS and not p.field.startswith(("data.sources", "data.tokenizer"))
     ]
 
